@@ -7,11 +7,13 @@
 use std::{
     net::TcpListener,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    time::Duration,
 };
 
 use hotcell_ipc::{memory::sealed_memory, notify::Manager};
 use hotcell_proto::v1::{DoorKind, HeldModel, TakeoverState};
 use prost::Message;
+use tokio::time::{Instant, sleep_until};
 
 use crate::{
     service::Shared,
@@ -24,6 +26,9 @@ pub const PREFIX: &str = "hotcell-";
 pub const STATE: &str = "hotcell-state";
 /// The models' files, which the state tells apart by device and inode.
 pub const FILE: &str = "hotcell-file";
+
+/// Between two looks at what is to be kept.
+const GATHER: Duration = Duration::from_millis(100);
 
 /// The name of a listening socket.
 pub fn name_of(kind: DoorKind) -> &'static str {
@@ -79,7 +84,10 @@ pub async fn keep(manager: &Manager, shared: &Shared) {
             }
             Err(error) => tracing::warn!(%error, "models cannot be kept by the service manager"),
         }
+        // Each request that ends is a change, and looking opens all files again.
+        let looked = Instant::now();
         changed.changed().await;
+        sleep_until(looked + GATHER).await;
     }
 }
 

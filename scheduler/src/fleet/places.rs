@@ -124,7 +124,14 @@ impl Fleet {
                     ),
                 ),
             };
-            if timeout_at(until, changed.changed()).await.is_err() {
+            let told = async {
+                match &waiting {
+                    // Those before it come first, whatever changes.
+                    Some(waiting) if !waiting.is_first() => waiting.told().await,
+                    _ => changed.changed().await,
+                }
+            };
+            if timeout_at(until, told).await.is_err() {
                 return Err(error.with("model", model));
             }
         }

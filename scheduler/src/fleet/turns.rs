@@ -9,15 +9,43 @@ use std::{
 };
 
 use hotcell_proto::ids::ModelName;
+use tokio::sync::Notify;
 
 use super::changes::Teller;
+
+/// One that waits, and how it is told that it is the first of its tenant for its model.
+#[derive(Debug)]
+struct Wanted {
+    model: ModelName,
+    is_first: Arc<Notify>,
+}
 
 #[derive(Debug, Default)]
 struct Tenant {
     /// Places it has.
     held: usize,
     /// What it waits for, by arrival.
-    waiting: BTreeMap<u64, ModelName>,
+    waiting: BTreeMap<u64, Wanted>,
+}
+
+impl Tenant {
+    /// Whether nobody waits for the same model since before this one.
+    fn is_first(&self, arrival: u64) -> bool {
+        let model = self.waiting.get(&arrival).map(|wanted| &wanted.model);
+        let mut before = self.waiting.range(..arrival);
+        !before.any(|(_, other)| Some(&other.model) == model)
+    }
+
+    /// Forgets one, and tells the next one for the same model.
+    fn leave(&mut self, arrival: u64) {
+        let Some(gone) = self.waiting.remove(&arrival) else {
+            return;
+        };
+        let mut after = self.waiting.range(arrival..);
+        if let Some((_, next)) = after.find(|(_, other)| other.model == gone.model) {
+            next.is_first.notify_one();
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -90,7 +118,22 @@ pub(super) struct Waiting {
     turns: Turns,
     tenant: Arc<str>,
     arrival: u64,
+    is_first: Arc<Notify>,
     changed: Teller,
+}
+
+impl Waiting {
+    /// Whether it is the first of its tenant for its model: only such a one may come first of all.
+    pub(super) fn is_first(&self) -> bool {
+        let inner = self.turns.inner();
+        let of = inner.tenants.get(&self.tenant);
+        of.is_none_or(|of| of.is_first(self.arrival))
+    }
+
+    /// Returns once it may be. Until then it need not look whether there is a place: thousands may wait.
+    pub(super) async fn told(&self) {
+        self.is_first.notified().await;
+    }
 }
 
 /// Somebody has a place, until it is dropped.
@@ -121,11 +164,17 @@ impl Turns {
         let arrival = inner.arrivals;
         inner.arrivals += 1;
         let (tenant, of) = inner.enter(tenant);
-        of.waiting.insert(arrival, model.clone());
+        let is_first = Arc::new(Notify::new());
+        let wanted = Wanted {
+            model: model.clone(),
+            is_first: Arc::clone(&is_first),
+        };
+        of.waiting.insert(arrival, wanted);
         Waiting {
             turns: self.clone(),
             tenant,
             arrival,
+            is_first,
             changed: changed.clone(),
         }
     }
@@ -143,7 +192,7 @@ impl Turns {
     pub(super) fn waiting_for(&self, model: &str) -> usize {
         let inner = self.inner();
         let all = inner.tenants.values().flat_map(|of| of.waiting.values());
-        all.filter(|name| name.as_str() == model).count()
+        all.filter(|wanted| wanted.model.as_str() == model).count()
     }
 
     /// Has a place.
@@ -168,8 +217,8 @@ impl Turns {
         let mut known: BTreeMap<&ModelName, bool> = BTreeMap::new();
         let mut next: Option<Claim> = None;
         for (tenant, of) in &inner.tenants {
-            let may = of.waiting.iter().find(|(_, model)| {
-                let known = known.entry(*model);
+            let may = of.waiting.iter().find(|(_, wanted)| {
+                let known = known.entry(&wanted.model);
                 *known.or_insert_with_key(|model| has_place(model))
             });
             if let Some((arrival, _)) = may {
@@ -198,10 +247,9 @@ impl Drop for Waiting {
             tenant,
             arrival,
             changed,
+            ..
         } = self;
-        turns.inner().edit(tenant, |of| {
-            of.waiting.remove(arrival);
-        });
+        turns.inner().edit(tenant, |of| of.leave(*arrival));
         // Whoever gave way to this one looks again.
         changed.tell();
     }
@@ -244,6 +292,36 @@ mod tests {
         assert!(first(&b));
         drop((held, a2, b));
         assert!(turns.inner().tenants.is_empty());
+    }
+
+    #[tokio::test]
+    async fn who_is_behind_others_is_told_when_it_no_longer_is() {
+        let (turns, changed) = (Turns::default(), Teller::default());
+        let [m, other] = ["m", "other"].map(|name| ModelName::new(name).unwrap());
+        let [one, two] = [1, 2].map(|_| turns.wait("a", &m, &changed));
+        let elsewhere = turns.wait("a", &other, &changed);
+        let three = turns.wait("a", &m, &changed);
+        let another = turns.wait("b", &m, &changed);
+        for (waiting, is_first) in [
+            (&one, true),
+            (&two, false),
+            (&elsewhere, true),
+            (&three, false),
+            (&another, true),
+        ] {
+            assert_eq!(waiting.is_first(), is_first, "{waiting:?}");
+        }
+        let told = async |waiting: &Waiting| {
+            let soon = std::time::Duration::from_millis(1);
+            tokio::time::timeout(soon, waiting.told()).await.is_ok()
+        };
+        // One that leaves from the middle has told nobody but who is next, who is not first for that.
+        drop(two);
+        assert!(told(&three).await && !three.is_first());
+        drop((elsewhere, another));
+        assert!(!told(&three).await);
+        drop(one);
+        assert!(told(&three).await && three.is_first());
     }
 
     #[test]

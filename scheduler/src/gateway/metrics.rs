@@ -10,11 +10,12 @@ use std::{collections::BTreeMap, sync::atomic::Ordering};
 use axum::{
     Router,
     extract::State,
-    http::header,
+    http::{StatusCode, header},
     response::{IntoResponse, Response},
     routing::get,
 };
 use hotcell_proto::v1::{CacheStatus, DeviceGauge, ModelInfo, ModelState, WorkerInfo, WorkerState};
+use tokio::task::spawn_blocking;
 
 use crate::{
     meters::{Histogram, Meter},
@@ -410,6 +411,17 @@ async fn metrics(State(shared): State<Shared>) -> Response {
         spans_sent: shared.traces.sent(),
         spans_dropped: shared.traces.dropped(),
     };
+    // Beside those who pass tokens on: of many models it is a long text.
+    let text = spawn_blocking(move || written(&shared, &seen)).await;
+    let Ok(text) = text else {
+        return StatusCode::INTERNAL_SERVER_ERROR.into_response();
+    };
+    let kind = "text/plain; version=0.0.4; charset=utf-8";
+    ([(header::CONTENT_TYPE, kind)], text).into_response()
+}
+
+/// All rows as text.
+fn written(shared: &Shared, seen: &Seen) -> String {
     let meters = shared.fleet.meters.all();
     let loaded = shared.fleet.models();
     // One that was never asked for is there, too: its numbers are 0.
@@ -431,11 +443,10 @@ async fn metrics(State(shared): State<Shared>) -> Response {
     let mut text = String::new();
     for row in TABLE {
         for name in row.names() {
-            write::row(&mut text, row, name, &seen, &models);
+            write::row(&mut text, row, name, seen, &models);
         }
     }
-    let kind = "text/plain; version=0.0.4; charset=utf-8";
-    ([(header::CONTENT_TYPE, kind)], text).into_response()
+    text
 }
 
 #[cfg(test)]

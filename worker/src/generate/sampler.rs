@@ -224,10 +224,14 @@ impl SamplingParams {
         }
     }
 
-    fn penalises(&self) -> bool {
+    /// Whether tokens of the prompt are penalised.
+    #[must_use]
+    pub fn repeats(&self) -> bool {
         self.repetition_penalty != 1.0
-            || self.presence_penalty != 0.0
-            || self.frequency_penalty != 0.0
+    }
+
+    fn penalises(&self) -> bool {
+        self.repeats() || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 }
 

@@ -168,10 +168,15 @@ impl Sequence {
         let parser = request.parser.take();
         let meaning = parser.map(|(family, p)| Meaning::new(family, p, stops.clone(), skip));
         stops.skip(skip);
+        let penalties = match request.sampling.repeats() {
+            true => PenaltyState::new(&request.prompt, &[]),
+            // Counting a long prompt takes its time.
+            false => PenaltyState::default(),
+        };
         let mut sequence = Self {
             tokens: request.prompt.clone(),
             cached: None,
-            penalties: PenaltyState::new(&request.prompt, &[]),
+            penalties,
             detokenizer,
             stops,
             meaning,

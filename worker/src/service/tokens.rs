@@ -44,6 +44,9 @@ pub struct TokensService(pub Host);
 /// before the engine's next step sees it.
 const PLACES: usize = limits::MAX_WORKER_REQUESTS + 64;
 
+/// Tokens that are read on the event loop at a request's beginning; more are another thread's work, for others' events wait.
+const AT_ONCE: usize = 2048;
+
 /// A stream of events. Reading from it, or dropping it, wakes an engine that waits for room.
 pub struct Events {
     events: mpsc::Receiver<Event>,
@@ -212,11 +215,11 @@ pub(super) async fn begin(
 ) -> Result<Events, Error> {
     host.accepting()?;
     let model = host.model(&wire.model)?;
-    let ids_only = matches!(
-        wire.prompt.as_ref().and_then(|p| p.kind.as_ref()),
-        Some(v1::prompt::Kind::Ids(_))
-    );
-    let mut checked = if ids_only && wire.grammar.is_none() && !wire.parse_output {
+    let few_ids = match wire.prompt.as_ref().and_then(|p| p.kind.as_ref()) {
+        Some(v1::prompt::Kind::Ids(all)) => all.ids.len() <= AT_ONCE,
+        _ => false,
+    };
+    let mut checked = if few_ids && wire.grammar.is_none() && !wire.parse_output {
         check(wire, &model)?
     } else {
         let model = Arc::clone(&model);
@@ -238,13 +241,22 @@ pub(super) async fn begin(
         paused: Arc::clone(&paused),
         place,
     };
-    let (sequence, end) = Sequence::new(
-        checked,
-        &model.text.tokenizer,
-        model.context,
-        model.numerics.clone(),
-        outlet,
-    )?;
+    let read = checked.prompt.len().saturating_add(checked.generated.len());
+    let known = Arc::clone(&model);
+    let make = move || {
+        let numerics = known.numerics.clone();
+        Sequence::new(
+            checked,
+            &known.text.tokenizer,
+            known.context,
+            numerics,
+            outlet,
+        )
+    };
+    let (sequence, end) = match read > AT_ONCE {
+        true => host.text_work(make).await?,
+        false => make()?,
+    };
     let accepted = v1::GenerateEvent {
         event: Some(v1::generate_event::Event::Accepted(accepted)),
     };
