@@ -2,7 +2,7 @@
 //! given.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeSet, VecDeque},
     io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -138,6 +138,10 @@ pub struct Crashes(Arc<Inner>);
 struct Inner {
     known: Mutex<Known>,
     folder: Option<PathBuf>,
+    /// Reports whose files somebody is about to write.
+    unwritten: Mutex<BTreeSet<String>>,
+    /// Who has it writes: one at a time, what is known then.
+    writing: Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -161,13 +165,13 @@ impl Crashes {
     /// None yet. Each is also written to `folder`, if there is one.
     pub fn new(folder: Option<PathBuf>) -> Self {
         Self(Arc::new(Inner {
-            known: Mutex::default(),
             folder,
+            ..Inner::default()
         }))
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
-        self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.known)
     }
 
     /// Keeps a report; the oldest one goes when there are too many.
@@ -180,10 +184,11 @@ impl Crashes {
             }
             !its
         });
-        known.reports.push_front(report.clone());
+        let id = report.id.clone();
+        known.reports.push_front(report);
         known.reports.truncate(limits::KEPT_CRASHES);
         drop(known);
-        self.file(&report);
+        self.file(id);
     }
 
     /// Notes a request that a dead process had, or what became of it.
@@ -199,9 +204,8 @@ impl Crashes {
             return;
         };
         note(&mut report.requests, request);
-        let report = report.clone();
         drop(known);
-        self.file(&report);
+        self.file(id);
     }
 
     /// Notes what went wrong with a device in the report of a death there that was a moment ago: a driver may tell of it
@@ -217,9 +221,9 @@ impl Crashes {
             return;
         }
         report.device_faults.push(fault);
-        let report = report.clone();
+        let id = report.id.clone();
         drop(known);
-        self.file(&report);
+        self.file(id);
     }
 
     /// All that are kept, the newest first, without what makes them large.
@@ -272,13 +276,22 @@ impl Crashes {
         Some(format!("{} (node {} of a plan)", seen.op, seen.node))
     }
 
-    /// Writes a report's file, off this thread: a disk that hangs must not hold a stream's continuation.
-    fn file(&self, report: &CrashReport) {
+    /// Writes a report's file, off this thread: a disk that hangs must not hold a stream's continuation. A death tells of
+    /// hundreds of requests at once, which are written together.
+    fn file(&self, id: String) {
         let Some(folder) = self.0.folder.clone() else {
             return;
         };
-        let report = report.clone();
+        if !lock(&self.0.unwritten).insert(id.clone()) {
+            return;
+        }
+        let crashes = self.clone();
         let write = move || {
+            let _one_at_a_time = lock(&crashes.0.writing);
+            // Before it is read: what is noted from now on is written once more.
+            lock(&crashes.0.unwritten).remove(&id);
+            // One that is gone meanwhile was one of too many.
+            let Ok(report) = crashes.get(&id) else { return };
             if let Err(error) = write(&folder, &report) {
                 tracing::warn!(folder = %folder.display(), %error, "cannot write a crash report");
             }
@@ -288,6 +301,10 @@ impl Crashes {
             Err(_) => write(),
         }
     }
+}
+
+fn lock<T>(what: &Mutex<T>) -> MutexGuard<'_, T> {
+    what.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Writes one report as JSON, whole or not at all, and removes the oldest files when there are too many.
@@ -436,5 +453,39 @@ mod tests {
         let json: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert_eq!(json["blackbox"]["signal"]["name"], "SIGSEGV");
         assert_eq!(json["worker"], "w0");
+    }
+
+    #[tokio::test]
+    async fn a_file_has_what_was_told_last_however_much_came_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let crashes = Crashes::new(Some(folder.path().to_owned()));
+        crashes.keep(a_report(3));
+        for outcome in ["lost", "goes on"] {
+            for number in 0..limits::MAX_WORKER_REQUESTS {
+                let request = AffectedRequest {
+                    request_id: number.to_string(),
+                    outcome: outcome.to_owned(),
+                    ..AffectedRequest::default()
+                };
+                crashes.affected("w0", 3, request);
+            }
+        }
+        while !lock(&crashes.0.unwritten).is_empty() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        drop(lock(&crashes.0.writing));
+        let files: Vec<PathBuf> = std::fs::read_dir(folder.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
+        let [file] = files.as_slice() else {
+            panic!("{files:?}");
+        };
+        let report: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+        let told = serde_json::to_value(crashes.get("w0.3").unwrap()).unwrap();
+        assert_eq!(report, told);
+        let requests = told["requests"].as_array().unwrap();
+        assert_eq!(requests.len(), limits::MAX_WORKER_REQUESTS);
     }
 }
