@@ -315,8 +315,9 @@ impl Host {
         found.cloned().ok_or_else(|| {
             let mut names: Vec<&str> = models.keys().map(String::as_str).collect();
             names.sort_unstable();
-            let what = match names.as_slice() {
-                [] => format!("no model {name:?}: none is loaded"),
+            let what = match (name, names.as_slice()) {
+                (_, []) => format!("no model {name:?}: none is loaded"),
+                ("", _) => format!("which model? There are {}", names.join(", ")),
                 _ => format!("no model {name:?}; loaded are {}", names.join(", ")),
             };
             Error::new(Reason::ModelNotFound, what).with("model", name)
