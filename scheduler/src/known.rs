@@ -297,6 +297,11 @@ impl Book {
         record.judge(by, answer, now)
     }
 
+    /// Whether anybody's answer is there to hold others to.
+    pub fn has(&self, subject: &Subject) -> bool {
+        self.records.contains_key(subject)
+    }
+
     /// Notes that a process was checked.
     pub fn checked(
         &mut self,

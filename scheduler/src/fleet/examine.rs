@@ -25,6 +25,9 @@ use crate::{
 const POST_MORTEM: Duration = Duration::from_secs(2);
 /// So many times as long as it may stand still a worker may take for its answer in all.
 const LONGEST: u32 = 10;
+/// How long a worker serves a model that no other one has computed before it is asked for the first answer: whoever waited for
+/// the model has had the first token of a short prompt by then.
+const HEAD_START: Duration = Duration::from_millis(250);
 /// Between two looks whether a contested answer is decided.
 const ROUND: Duration = Duration::from_millis(10);
 /// Rounds of looking for a worker that is due, in one interval.
@@ -104,6 +107,58 @@ impl Fleet {
         loaded: &Loaded,
     ) -> Result<(), Condemnation> {
         self.ask(link, model, loaded, Depth::Spawn).await
+    }
+
+    /// Whether there is nothing that the answer of a worker which has just loaded a model could be held to.
+    pub(super) fn is_the_first(&self, model: &ModelName, loaded: &Loaded) -> bool {
+        subject(model, loaded).is_none_or(|subject| !self.book().has(&subject))
+    }
+
+    /// Has a worker serve a model that it has not been asked about, of which nobody has an answer that would tell whether it
+    /// computes rightly; it gives the first one soon after, and copies of the weights wait for it.
+    pub(super) fn examine_soon(
+        self: &Arc<Self>,
+        link: &Arc<Link>,
+        model: &ModelName,
+        loaded: &Loaded,
+    ) {
+        if let Some(slot) = self.table().workers.get_mut(&link.worker)
+            && slot.is_alive(link.epoch)
+        {
+            slot.unexamined.insert(model.clone());
+        }
+        let (fleet, link) = (Arc::clone(self), Arc::clone(link));
+        let (model, loaded) = (model.clone(), loaded.clone());
+        self.keepers.spawn(async move {
+            tokio::select! {
+                () = fleet.stop.cancelled() => return,
+                () = link.fate.gone.cancelled() => return,
+                () = sleep(HEAD_START) => {}
+            }
+            fleet.inquire(&link, &model, &loaded, Depth::Spawn).await;
+            if let Some(slot) = fleet.table().workers.get_mut(&link.worker)
+                && slot.is_alive(link.epoch)
+            {
+                slot.unexamined.remove(&model);
+            }
+            fleet.tell();
+        });
+    }
+
+    /// Asks a worker that serves, until it has answered or is gone, and has it replaced if it is wrong.
+    async fn inquire(&self, link: &Link, model: &ModelName, loaded: &Loaded, depth: Depth) {
+        let asking = self.ask(link, model, loaded, depth);
+        tokio::select! {
+            () = self.stop.cancelled() => {}
+            () = link.fate.gone.cancelled() => {}
+            asked = asking => if let Err(why) = asked {
+                let gone = timeout(POST_MORTEM, link.fate.gone.cancelled());
+                // If the conversation broke because the process ended, its end says more.
+                if why.kind != DeathKind::Protocol || gone.await.is_err() {
+                    self.sentence(link, why);
+                }
+            }
+        }
     }
 
     async fn ask(
@@ -282,18 +337,7 @@ impl Fleet {
                     () = sleep(pace.interval / ROUNDS) => continue,
                 }
             };
-            let asking = self.ask(&link, &model, &loaded, Depth::Patrol);
-            tokio::select! {
-                () = self.stop.cancelled() => return,
-                () = link.fate.gone.cancelled() => {}
-                asked = asking => if let Err(why) = asked {
-                    let gone = timeout(POST_MORTEM, link.fate.gone.cancelled());
-                    // If the conversation broke because the process ended, its end says more.
-                    if why.kind != DeathKind::Protocol || gone.await.is_err() {
-                        self.sentence(&link, why);
-                    }
-                }
-            }
+            self.inquire(&link, &model, &loaded, Depth::Patrol).await;
         }
     }
 

@@ -343,7 +343,7 @@ impl Fleet {
         progress: &ProgressSender,
     ) -> Result<(), Error> {
         let mut changed = self.changes();
-        let lacking = {
+        let (lacking, alone) = {
             let mut table = self.table();
             let guest = table.guest(name);
             let Some(model) = table.models.get_mut(name) else {
@@ -378,7 +378,9 @@ impl Fleet {
                     lacking.push((link, Arc::clone(&files)));
                 }
             }
-            lacking
+            let many = table.workers.values().filter(|s| table.may_get(s, name));
+            let alone = !held && many.count() == 1;
+            (lacking, alone)
         };
         self.tell();
         if let Err(error) = self.host_guest(name) {
@@ -388,7 +390,10 @@ impl Fleet {
         let mut loads = JoinSet::new();
         for (link, files) in lacking {
             let (fleet, name, progress) = (Arc::clone(self), name.clone(), progress.clone());
-            loads.spawn(async move { fleet.load_on(&link, &name, &files, &progress).await });
+            loads.spawn(async move {
+                let load = fleet.load_on(&link, &name, &files, alone, &progress);
+                load.await
+            });
         }
         let mut refusal = None;
         while let Some(done) = loads.join_next().await {
@@ -430,12 +435,13 @@ impl Fleet {
         }
     }
 
-    /// Loads a model on one ready worker; returns why it refused.
+    /// Loads a model on one ready worker, which may be `alone` to have it; returns why it refused.
     async fn load_on(
-        &self,
+        self: &Arc<Self>,
         link: &Arc<Link>,
         name: &ModelName,
         files: &Arc<OpenModel>,
+        alone: bool,
         progress: &ProgressSender,
     ) -> Option<Error> {
         let report = |bytes_done, bytes_total, stage: &str| {
@@ -458,15 +464,20 @@ impl Fleet {
         };
         match got {
             Ok(got) => {
-                let examined = tokio::select! {
-                    () = link.fate.gone.cancelled() => return None,
-                    examined = self.examine(link, name, &got) => examined,
-                };
-                if let Err(why) = examined {
-                    self.note_loading(&link.worker, None);
-                    link.fate.condemn(why);
-                    link.fate.gone.cancelled().await;
-                    return None;
+                // With nobody to differ from, the answer would only keep those waiting who want the model.
+                if alone && self.is_the_first(name, &got) {
+                    self.examine_soon(link, name, &got);
+                } else {
+                    let examined = tokio::select! {
+                        () = link.fate.gone.cancelled() => return None,
+                        examined = self.examine(link, name, &got) => examined,
+                    };
+                    if let Err(why) = examined {
+                        self.note_loading(&link.worker, None);
+                        link.fate.condemn(why);
+                        link.fate.gone.cancelled().await;
+                        return None;
+                    }
                 }
                 self.note_loaded(&link.worker, link.epoch, name, files, &got);
                 report(files.bytes(), files.bytes(), "ready");

@@ -121,7 +121,7 @@ impl Fleet {
                 let Some((files, layout)) = packable(&table.models, name, loaded) else {
                     continue;
                 };
-                if loaded.packed {
+                if loaded.packed || slot.unexamined.contains(name) {
                     continue;
                 }
                 let Some((set, generation)) = files.copies().ready(&layout) else {
@@ -153,7 +153,11 @@ impl Fleet {
                 let Some((files, layout)) = packable(&table.models, name, loaded) else {
                     continue;
                 };
-                if !loaded.packing_files.is_empty() && files.copies().is_wanted(&layout) {
+                // What it computes from a copy is held to what it computes without.
+                if !slot.unexamined.contains(name)
+                    && !loaded.packing_files.is_empty()
+                    && files.copies().is_wanted(&layout)
+                {
                     return Some(Job {
                         link: Arc::clone(link),
                         model: name.clone(),

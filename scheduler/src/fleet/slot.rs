@@ -62,6 +62,8 @@ pub(super) struct Slot {
     pub(super) loading: Option<ModelName>,
     /// Which packed copy of each model it was asked to compute with.
     pub(super) offered: BTreeMap<ModelName, u64>,
+    /// Models that it serves before it was asked for their known answer.
+    pub(super) unexamined: BTreeSet<ModelName>,
     /// Models that this process will not load.
     pub(super) refused: BTreeSet<ModelName>,
     /// Whether this process has given a sign of life. If it gives no more its start is cut off.
@@ -111,6 +113,7 @@ impl Slot {
             models: BTreeMap::new(),
             loading: None,
             offered: BTreeMap::new(),
+            unexamined: BTreeSet::new(),
             refused: BTreeSet::new(),
             progresses: false,
             leaving: false,
@@ -150,6 +153,7 @@ impl Slot {
         self.link = None;
         self.models.clear();
         self.offered.clear();
+        self.unexamined.clear();
         self.refused.clear();
         self.progresses = false;
         self.leaving = true;

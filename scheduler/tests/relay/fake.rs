@@ -109,6 +109,8 @@ pub struct Stage {
     pub hold_at: AtomicUsize,
     /// Processes, `WORKER.EPOCH`, that do not answer calls for text.
     pub deaf: Mutex<Vec<String>>,
+    /// Whether checks are not answered for now.
+    pub holds_answers: AtomicBool,
     /// Checks made.
     pub checks: Mutex<Vec<(String, CheckRequest)>>,
     /// What workers that are to pack a model send, after which each says that this was all; none: they like models as they are.
@@ -374,6 +376,9 @@ impl Worker for FakeWorker {
 
     async fn check(&self, request: Request<CheckRequest>) -> Answer<CheckResponse> {
         let request = request.into_inner();
+        while self.stage.holds_answers.load(Ordering::Relaxed) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
         let process = format!("{}.{}", self.name, self.epoch);
         let value = {
             let wrong = self.stage.wrong.lock().unwrap();

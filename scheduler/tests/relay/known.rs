@@ -1,5 +1,6 @@
 //! Known answers: workers that compute wrongly are found, replaced and taken out, and nobody is served by them.
 
+use hotcell_proto::v1::PackPiece;
 use hotcell_scheduler::known::Pace;
 
 use super::*;
@@ -146,5 +147,74 @@ async fn a_process_that_was_wrong_from_its_start_is_found_out() {
     assert_eq!(workers[0].last_exit_kind, "corrupt");
     assert_eq!(workers[0].deaths, 1);
     house.generate(request(4)).await.unwrap();
+    house.end().await;
+}
+
+/// A model that is loaded anew: what was known of it is forgotten when it is unloaded.
+async fn load_anew(house: &House) -> Result<v1::ModelInfo, Error> {
+    let name = ModelName::new("m").unwrap();
+    house.fleet.unload(&name).await.unwrap();
+    let (progress, _) = tokio::sync::mpsc::channel(1);
+    house.fleet.load(Some(name), None, progress).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_that_nobody_computed_is_served_first_and_no_copy_is_made_before_there_is_an_answer()
+ {
+    let house = House::with(1, |stage, _| {
+        stage.pieces.lock().unwrap().push(PackPiece {
+            bytes: 2,
+            ..PackPiece::default()
+        });
+        stage.declines.lock().unwrap().replace(Reason::OutOfMemory);
+    })
+    .await;
+    house.ready(1).await;
+    until(|| house.stage.offered.load(Ordering::SeqCst) == 1).await;
+    assert_eq!(checks(&house, "w0.1"), [1]);
+    house.stage.holds_answers.store(true, Ordering::Relaxed);
+    load_anew(&house).await.unwrap();
+    for _ in 0..3 {
+        let said = house.generate(request(4)).await.unwrap();
+        said.check(&[1, 2, 3], 5, 4, 0);
+    }
+    // Longer than it is left alone.
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    assert_eq!(checks(&house, "w0.1"), [1]);
+    // What there was it did not take with the model, so that another one is to be made.
+    let packings = || house.fleet.models()[0].packed[0].packings;
+    assert_eq!(packings(), 1);
+    house.stage.holds_answers.store(false, Ordering::Relaxed);
+    until(|| checks(&house, "w0.1") == [1, 1]).await;
+    until(|| packings() == 2).await;
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_several_get_a_model_each_answers_before_it_serves() {
+    let house = House::new(2).await;
+    house.ready(2).await;
+    house.stage.holds_answers.store(true, Ordering::Relaxed);
+    let mut loaded = Box::pin(load_anew(&house));
+    let soon = tokio::time::timeout(Duration::from_millis(400), &mut loaded);
+    assert!(soon.await.is_err());
+    house.stage.holds_answers.store(false, Ordering::Relaxed);
+    loaded.as_mut().await.unwrap();
+    drop(loaded);
+    house.end().await;
+}
+
+/// One that served first and answers what nobody can use is replaced as any other.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_that_served_first_is_held_to_its_answer_afterwards() {
+    let house = House::new(1).await;
+    house.ready(1).await;
+    house.fleet.check_every(PACE);
+    load_anew(&house).await.unwrap();
+    until(|| checks(&house, "w0.1").len() > 3).await;
+    go_wrong(&house, "w0.1", 9);
+    until(|| house.fleet.workers()[0].epoch == 2).await;
+    house.ready(1).await;
+    assert_eq!(house.fleet.workers()[0].last_exit_kind, "corrupt");
     house.end().await;
 }

@@ -208,8 +208,15 @@ impl Place for Stored {
                 i % 16
             };
             let line = if F::BYTES < 64 { 0 } else { i / 16 };
+            let address = self.ahead.wrapping_add(row * self.ahead_stride + 64 * line);
             // SAFETY: see the impl.
-            unsafe { S::prefetch(self.ahead.wrapping_add(row * self.ahead_stride + 64 * line)) };
+            unsafe {
+                // Measured as well: the sums of plain numbers leave less of the first-level cache to what comes.
+                match F::PLAIN {
+                    true => S::prefetch(address),
+                    false => S::prefetch_near(address),
+                }
+            }
         }
     }
 }
