@@ -434,7 +434,7 @@ impl Cluster {
                 "no scheduler:\n{}",
                 cluster.scheduler.log()
             );
-            tokio::time::sleep(Duration::from_millis(2)).await;
+            tokio::time::sleep(Duration::from_millis(1)).await;
         }
         Ok(cluster)
     }
@@ -479,7 +479,7 @@ impl Cluster {
                 "workers are {workers:#?}\n{}",
                 self.scheduler.log()
             );
-            tokio::time::sleep(Duration::from_millis(5)).await;
+            tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }
 

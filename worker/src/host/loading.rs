@@ -34,8 +34,9 @@ use crate::{
     weights::{ModelFile, ModelSource},
 };
 
-/// Bytes between two progress reports of a load.
+/// Bytes between two progress reports of a load, and time: of what is in memory every report would cost more than its pages.
 const PROGRESS_BYTES: usize = 32 << 20;
+const PROGRESS_TIME: Duration = Duration::from_millis(50);
 /// Page size assumed when touching pages; touching more often than needed is harmless.
 const PAGE: usize = 4096;
 /// Bytes around a page that Linux maps with it, as far as they are in memory (`fault_around_bytes`); where it is told to map fewer,
@@ -195,33 +196,52 @@ impl Host {
             return Err(Error::new(Reason::ModelExists, what).with("model", name));
         }
         let mapped = MappedFiles::note(files.iter().map(|f| f.mapping.bytes().as_ptr_range()));
-        let (handed, offered) = (files.clone(), copies.clone());
+        let handed = files.clone();
+        let open = move || ModelSource::open(handed).map_err(|e| of_model(&e));
+        let opened = tokio::task::spawn_blocking(open).await.map_err(internal)?;
+        let source = opened?;
+        let (handed, offered, opened) = (files.clone(), copies.clone(), source.clone());
         // What is on the device need not be read.
         let is_there = matches!(&keeping, Keeping::Weights(kept) if !kept.is_empty());
-        let read = move || -> Result<(ModelSource, ModelText, String), Error> {
-            let source = ModelSource::open(handed.clone()).map_err(|e| of_model(&e))?;
-            let enough = AtomicBool::new(is_there);
-            let touching = || touch(&source, &handed, &offered, &progress, &enough);
-            let text = thread::scope(|scope| {
+        let enough = Arc::new(AtomicBool::new(is_there));
+        let stop = Arc::clone(&enough);
+        let read = move || -> Result<(ModelText, String), Error> {
+            let touching = || touch(&opened, &handed, &offered, &progress, &stop);
+            let (text, fingerprint) = thread::scope(|scope| {
                 let helper = thread::Builder::new().name("touch".to_owned());
                 let beside = helper.spawn_scoped(scope, touching).is_ok();
-                let text = ModelText::open(&source);
+                let text = ModelText::open(&opened);
                 // A model that cannot be used is not waited for.
-                enough.fetch_or(text.is_err(), Ordering::Relaxed);
+                stop.fetch_or(text.is_err(), Ordering::Relaxed);
+                let fingerprint = opened.fingerprint();
                 if !beside {
                     touching();
                 }
-                text
-            })?;
-            let fingerprint = format!("{:032x}", source.fingerprint());
-            Ok((source, text, fingerprint))
+                (text, fingerprint)
+            });
+            Ok((text?, format!("{fingerprint:032x}")))
         };
-        let (source, text, fingerprint) = tokio::task::spawn_blocking(read)
-            .await
-            .map_err(internal)??;
-        let summary = summary(&source, &text, &fingerprint);
         let weights = source.weights.clone();
         let (vocab, end_tokens) = (source.config.vocab as u32, source.config.eos.clone());
+        let opened = source.clone();
+        // The device makes ready beside that.
+        let load = async {
+            let (engine, files) = (&self.0.engine, files.clone());
+            let loaded = engine.load(name.clone(), source, files, keeping).await;
+            enough.fetch_or(loaded.is_err(), Ordering::Relaxed);
+            loaded
+        };
+        let (read, ready) = tokio::join!(tokio::task::spawn_blocking(read), load);
+        let (text, fingerprint) = match read.map_err(internal).flatten() {
+            Ok(read) => read,
+            Err(error) => {
+                if ready.is_ok() {
+                    // Without an engine there is nothing to unload it from.
+                    let _ = self.0.engine.unload(name).await;
+                }
+                return Err(error);
+            }
+        };
         let Ready {
             shape,
             packable,
@@ -232,10 +252,8 @@ impl Host {
                     damaged,
                     bytes,
                 },
-        } = {
-            let (engine, files) = (&self.0.engine, files.clone());
-            engine.load(name.clone(), source, files, keeping).await?
-        };
+        } = ready?;
+        let summary = summary(&opened, &text, &fingerprint);
         let kept = match keeper.filter(|_| !kept.is_empty()) {
             Some(keeper) => leave(kept, keeper).await?,
             None => None,
@@ -446,7 +464,7 @@ fn touch(
         .flat_map(|bytes| bytes.chunks(TOUCHED_AT_ONCE))
         .collect();
     let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
-    let reported = Mutex::new(0);
+    let reported = Mutex::new((0, Instant::now()));
     let some = || {
         while let Some(chunk) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
             if enough.load(Ordering::Relaxed) {
@@ -456,9 +474,12 @@ fn touch(
             give_way();
             let before = done.fetch_add(chunk.len(), Ordering::Relaxed);
             let now = before + chunk.len();
-            let mut reported = locked(&reported);
-            if before / PROGRESS_BYTES < now / PROGRESS_BYTES && *reported < now {
-                *reported = now;
+            let (bytes, at) = &mut *locked(&reported);
+            if before / PROGRESS_BYTES < now / PROGRESS_BYTES
+                && *bytes < now
+                && at.elapsed() >= PROGRESS_TIME
+            {
+                (*bytes, *at) = (now, Instant::now());
                 report(now);
             }
         }

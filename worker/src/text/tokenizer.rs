@@ -107,7 +107,7 @@ impl Tokenizer {
         };
         let pieces = Pieces::new(&tokens, &special, kind.clone());
         // Of two tokens with the same text the first is the one that encoding gives, as in llama.cpp.
-        let mut vocab = Vocab::default();
+        let mut vocab = Vocab::with_capacity(tokens.len());
         for (id, token) in tokens.into_iter().enumerate() {
             if let Some(token) = token {
                 vocab.entry(token).or_insert(id as u32);
