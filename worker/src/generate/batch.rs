@@ -227,6 +227,7 @@ impl Batch {
             id: self.arrivals,
             task,
             root,
+            keys: Vec::new(),
             preempted: 0,
             pays: Pays::default(),
             behind: None,

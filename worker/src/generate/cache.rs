@@ -256,30 +256,34 @@ impl Cache {
     }
 
     /// A chain with all blocks that are there already for the first of `tokens`, and how many tokens that are. The
-    /// last token is left to be computed, if need be in a block that is shared.
-    pub fn open(&mut self, root: Key, tokens: &[u32]) -> (Chain, usize) {
+    /// last token is left to be computed, if need be in a block that is shared. `keys` are those of the tokens' first
+    /// blocks, as far as they were needed before: who asks again has only those made that are new.
+    pub fn open(&mut self, root: Key, tokens: &[u32], keys: &mut Vec<Key>) -> (Chain, usize) {
         let held = |blocks: usize| (blocks * self.block_len).min(tokens.len().saturating_sub(1));
-        let (mut keys, mut tip) = (Vec::new(), root);
+        let mut tip = root;
         // How many of the last blocks are there, one after another; and how many from the start are of use.
         let (mut runs, mut useful) = ([0; KINDS], 0);
-        for tokens in tokens.chunks_exact(self.block_len) {
-            tip = next_key(&tip, tokens);
-            keys.push(tip);
+        for (before, tokens) in tokens.chunks_exact(self.block_len).enumerate() {
+            if keys.len() == before {
+                keys.push(next_key(&tip, tokens));
+            }
+            tip = keys[before];
+            let count = before + 1;
             let mut whole = true;
             let mut enough = true;
             for (run, pool) in runs.iter_mut().zip(&self.pools) {
                 *run = if pool.pool.has(&tip) { *run + 1 } else { 0 };
-                whole &= pool.window.is_some() || *run == keys.len();
-                enough &= *run + pool.first_seen(held(keys.len())) >= keys.len();
+                whole &= pool.window.is_some() || *run == count;
+                enough &= *run + pool.first_seen(held(count)) >= count;
             }
             if !whole {
                 break;
             }
             if enough {
-                useful = keys.len();
+                useful = count;
             }
         }
-        keys.truncate(useful);
+        let keys = &keys[..useful];
         let held = held(useful);
         let mut chain = Chain::new(root);
         for (links, pool) in chain.of.iter_mut().zip(&mut self.pools) {

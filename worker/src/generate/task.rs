@@ -112,6 +112,8 @@ pub struct Member {
     pub task: Task,
     /// The root of its tenant's keys.
     pub root: Key,
+    /// Keys of its tokens' first blocks, as far as it was looked for them while it waits.
+    pub keys: Vec<Key>,
     /// How often it made room for others.
     pub preempted: u32,
     /// Whether guessing pays for it.

@@ -84,7 +84,7 @@ impl Batch {
         }
         let tokens = member.task.tokens();
         let priority = member.task.class().priority;
-        let (mut chain, mut cached) = self.cache.open(member.root, tokens);
+        let (mut chain, mut cached) = self.cache.open(member.root, tokens, &mut member.keys);
         let block_len = self.runner.shape().block_len;
         let skippable = &tokens[..tokens.len() - 1];
         let mut best = None;
@@ -166,6 +166,7 @@ impl Batch {
                 took,
             });
         }
+        member.keys = Vec::new();
         member.task.start(from, now);
         self.running.push(Running {
             slot: self.blackbox.begin(member.task.id()),

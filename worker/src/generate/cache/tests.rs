@@ -67,7 +67,19 @@ impl Machine {
 
     fn open(&mut self, tenant: u8, tokens: Vec<u32>) {
         let root = self.cache.root(&tenant.to_string());
-        let (chain, computed) = self.cache.open(root, &tokens);
+        let (fresh, of_fresh) = self.cache.open(root, &tokens, &mut Vec::new());
+        let blocks: Vec<_> = (0..KINDS).map(|kind| fresh.blocks(kind).to_vec()).collect();
+        self.cache.close(fresh);
+        // Who looked before, when it had fewer tokens, finds the same.
+        let mut keys = Vec::new();
+        let half = &tokens[..tokens.len() / 2];
+        let (before, _) = self.cache.open(root, half, &mut keys);
+        self.cache.close(before);
+        let (chain, computed) = self.cache.open(root, &tokens, &mut keys);
+        assert_eq!(computed, of_fresh);
+        for (kind, blocks) in blocks.iter().enumerate() {
+            assert_eq!(chain.blocks(kind), blocks);
+        }
         self.live.push(Live {
             tenant,
             tokens,
@@ -203,7 +215,7 @@ impl Machine {
         for (_, entry) in there {
             let root = self.cache.root(&entry.tenant.to_string());
             let longer = [&entry.history[..], &[0]].concat();
-            let (chain, held) = self.cache.open(root, &longer);
+            let (chain, held) = self.cache.open(root, &longer, &mut Vec::new());
             self.cache.close(chain);
             let mut key = root;
             for block in longer[..held].chunks_exact(LEN) {
