@@ -215,7 +215,7 @@ settings! {
     /// Keep one more worker per device ready to take the place of one that dies
     #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     standby: bool = "HOTCELL_STANDBY";
-    /// How often an idle worker computes a known answer again, or 0: never, only before it serves [default: 60s]
+    /// How often an idle worker computes a known answer again, or 0: only when it begins to serve [default: 60s]
     #[arg(value_name = "TIME")]
     check_interval: Every = "HOTCELL_CHECK_INTERVAL";
     /// How many times as long as such a check the pause after it is at least: 1000 costs 0.1 % of the time [default: 1000]
