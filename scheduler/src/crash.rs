@@ -228,6 +228,11 @@ impl Crashes {
 
     /// All that are kept, the newest first, without what makes them large.
     pub fn list(&self) -> Vec<CrashReport> {
+        self.latest(limits::KEPT_CRASHES)
+    }
+
+    /// The newest of them, so many at most.
+    pub fn latest(&self, most: usize) -> Vec<CrashReport> {
         let short = |report: &CrashReport| {
             let mut report = report.clone();
             report.log.clear();
@@ -236,7 +241,8 @@ impl Crashes {
             }
             report
         };
-        self.known().reports.iter().map(short).collect()
+        let known = self.known();
+        known.reports.iter().take(most).map(short).collect()
     }
 
     /// All that are kept, the newest first.

@@ -356,9 +356,15 @@ impl Fleet {
 
     /// All workers, also those beside the devices' own.
     pub fn workers(&self) -> Vec<WorkerInfo> {
-        let own = self.table();
-        let own = own.workers.iter().map(|(id, slot)| slot.info(id));
-        let mut all: Vec<_> = own.chain(self.asides.infos()).collect();
+        let own = |table: &Table| -> Vec<_> {
+            let own = table.workers.iter();
+            own.map(|(id, slot)| slot.info(id)).collect()
+        };
+        let mut all = own(&self.table());
+        all.extend(self.asides.infos());
+        for worker in all.iter_mut().filter(|worker| worker.pid != 0) {
+            worker.resident_bytes = slot::resident(worker.pid);
+        }
         all.sort_by(|a, b| a.id.cmp(&b.id));
         all
     }

@@ -220,7 +220,8 @@ impl Slot {
                 .map_or("", |death| death.kind.name())
                 .to_owned(),
             uptime_ms: u64::try_from(uptime.as_millis()).unwrap_or(u64::MAX),
-            resident_bytes: if alive { resident(self.pid) } else { 0 },
+            // Asked of the kernel, without the table.
+            resident_bytes: 0,
             confinement: self.confinement.clone(),
             layers: self.layers.clone(),
             // Known to the worker only.

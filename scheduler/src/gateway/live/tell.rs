@@ -39,7 +39,7 @@ pub(super) fn state(shared: &Shared, workers: &[WorkerInfo]) -> Value {
             "members": device.members,
         })
     });
-    let crashes = shared.fleet.crashes.list();
+    let crashes = shared.fleet.crashes.latest(CRASHES);
     json!({
         "time_ms": since.map_or(0, |t| u64::try_from(t.as_millis()).unwrap_or(u64::MAX)),
         "uptime_ms": u64::try_from(shared.fleet.uptime().as_millis()).unwrap_or(u64::MAX),
@@ -49,7 +49,7 @@ pub(super) fn state(shared: &Shared, workers: &[WorkerInfo]) -> Value {
         "devices": devices.collect::<Vec<_>>(),
         "workers": workers.iter().map(worker).collect::<Vec<_>>(),
         "models": models(shared),
-        "crashes": crashes.iter().take(CRASHES).map(crash).collect::<Vec<_>>(),
+        "crashes": crashes.iter().map(crash).collect::<Vec<_>>(),
     })
 }
 
