@@ -466,10 +466,15 @@ impl Fleet {
         let Some(slot) = table.workers.get_mut(id) else {
             return;
         };
+        let unexamined = std::mem::take(&mut slot.unexamined);
         slot.emptied();
         slot.handover = None;
         slot.pid = 0;
-        if let Some(model) = slot.loading.take() {
+        let loading = slot.loading.take();
+        for model in unexamined {
+            table.strike(&model, death);
+        }
+        if let Some(model) = loading {
             table.strike(&model, death);
             table.give_up_kept(&model, id);
         }

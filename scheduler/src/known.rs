@@ -302,6 +302,12 @@ impl Book {
         self.records.contains_key(subject)
     }
 
+    /// Whether this process was asked about a model, and answered.
+    pub fn asked(&self, by: &Witness, model: &ModelName) -> bool {
+        let turn = self.turns.get(&(by.worker.clone(), model.clone()));
+        turn.is_some_and(|turn| turn.epoch == by.epoch)
+    }
+
     /// Notes that a process was checked.
     pub fn checked(
         &mut self,

@@ -120,8 +120,7 @@ impl Shared {
         }
     }
 
-    /// Whether a request gets anywhere: a worker has given its known answer, is there and does not stand still, and nothing
-    /// drains or is about to.
+    /// Whether a request gets anywhere: a worker is there and does not stand still, and nothing drains or is about to.
     pub fn is_serving(&self) -> bool {
         self.fleet.can_step() && !self.admission.is_closed() && !self.leaving.is_cancelled()
     }

@@ -1,4 +1,4 @@
-//! Known answers: what it costs to ask a worker for them, before it serves and when it is idle.
+//! Known answers: what it costs to ask a worker for them, when it begins to serve and when it is idle.
 //!
 //! `cargo bench -p hotcell-tests --bench known`
 

@@ -315,7 +315,10 @@ impl Table {
     pub(super) fn take_away(&mut self, name: &ModelName) -> Vec<Arc<Link>> {
         let holders = self.workers.values_mut();
         holders
-            .filter_map(|slot| slot.models.remove(name).and(slot.link.clone()))
+            .filter_map(|slot| {
+                slot.unexamined.remove(name);
+                slot.models.remove(name).and(slot.link.clone())
+            })
             .collect()
     }
 

@@ -1,4 +1,5 @@
-//! Asking workers for known answers: before they serve, and from time to time when they are idle.
+//! Asking workers for known answers: before they serve, soon after where nobody could differ, and from time to time when
+//! they are idle.
 
 use std::{
     sync::{Arc, MutexGuard, PoisonError},
@@ -13,7 +14,7 @@ use hotcell_proto::{
 };
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{Condemnation, Fleet, Link, is_broken};
+use super::{Condemnation, Fleet, Link, Slot, is_broken};
 use crate::{
     death::DeathKind,
     discover::clip,
@@ -55,6 +56,11 @@ fn witness(link: &Link) -> Witness {
         worker: link.worker.clone(),
         epoch: link.epoch,
     }
+}
+
+/// Whether a worker that is condemned for this while it is asked may have come to that by the model, which it could not compute.
+pub(super) fn ends_over_it(kind: DeathKind) -> bool {
+    matches!(kind, DeathKind::Protocol | DeathKind::Deadline)
 }
 
 /// The subject of a check, if equal input has to give equal bits there.
@@ -109,13 +115,13 @@ impl Fleet {
         self.ask(link, model, loaded, Depth::Spawn).await
     }
 
-    /// Whether there is nothing that the answer of a worker which has just loaded a model could be held to.
+    /// Whether there is nothing yet that the answer of a worker which has just loaded a model could be held to.
     pub(super) fn is_the_first(&self, model: &ModelName, loaded: &Loaded) -> bool {
-        subject(model, loaded).is_none_or(|subject| !self.book().has(&subject))
+        subject(model, loaded).is_some_and(|subject| !self.book().has(&subject))
     }
 
     /// Has a worker serve a model that it has not been asked about, of which nobody has an answer that would tell whether it
-    /// computes rightly; it gives the first one soon after, and copies of the weights wait for it.
+    /// computes rightly. It gives the first one soon after; copies of the weights and standbys wait for it.
     pub(super) fn examine_soon(
         self: &Arc<Self>,
         link: &Arc<Link>,
@@ -130,12 +136,26 @@ impl Fleet {
         let (fleet, link) = (Arc::clone(self), Arc::clone(link));
         let (model, loaded) = (model.clone(), loaded.clone());
         self.keepers.spawn(async move {
-            tokio::select! {
-                () = fleet.stop.cancelled() => return,
-                () = link.fate.gone.cancelled() => return,
-                () = sleep(HEAD_START) => {}
+            let by = witness(&link);
+            loop {
+                tokio::select! {
+                    () = fleet.stop.cancelled() => return,
+                    () = link.fate.gone.cancelled() => return,
+                    () = sleep(HEAD_START) => {}
+                }
+                let still = |slot: &Slot| {
+                    slot.is_alive(link.epoch) && slot.models.get(&model) == Some(&loaded)
+                };
+                // Another load of this name sees to itself.
+                if !fleet.table().workers.get(&link.worker).is_some_and(still) {
+                    return;
+                }
+                fleet.inquire(&link, &model, &loaded, Depth::Spawn).await;
+                // One that had no room for it is asked again.
+                if fleet.book().asked(&by, &model) {
+                    break;
+                }
             }
-            fleet.inquire(&link, &model, &loaded, Depth::Spawn).await;
             if let Some(slot) = fleet.table().workers.get_mut(&link.worker)
                 && slot.is_alive(link.epoch)
             {
@@ -143,6 +163,13 @@ impl Fleet {
             }
             fleet.tell();
         });
+    }
+
+    /// Whether a model is served by a worker that has yet to give the first answer for it.
+    pub(super) fn is_unexamined(&self, model: &ModelName) -> bool {
+        let table = self.table();
+        let mut all = table.workers.values();
+        all.any(|slot| slot.unexamined.contains(model))
     }
 
     /// Asks a worker that serves, until it has answered or is gone, and has it replaced if it is wrong.
@@ -305,6 +332,12 @@ impl Fleet {
             slot.is_some_and(|slot| slot.is_alive(link.epoch))
         };
         if current(&link.worker) {
+            // Who answers wrongly does not die of the model.
+            if !ends_over_it(why.kind)
+                && let Some(slot) = self.table().workers.get_mut(&link.worker)
+            {
+                slot.unexamined.clear();
+            }
             self.withdraw(&link.worker);
         }
         link.fate.condemn(why);
@@ -348,10 +381,14 @@ impl Fleet {
         let book = self.book();
         let serving = table.workers.values().filter_map(|slot| {
             let busy = slot.load.running.load(std::sync::atomic::Ordering::Relaxed) > 0;
-            Some((slot.link.as_ref()?, busy, &slot.models))
+            Some((slot, slot.link.as_ref()?, busy))
         });
         serving
-            .flat_map(|(link, busy, models)| models.iter().map(move |m| (link, busy, m)))
+            .flat_map(|(slot, link, busy)| {
+                let models = slot.models.iter();
+                let models = models.filter(|(model, _)| !slot.unexamined.contains(*model));
+                models.map(move |m| (link, busy, m))
+            })
             .filter(|(_, _, (model, loaded))| subject(model, loaded).is_some())
             .map(|(link, busy, m)| (book.due(&witness(link), m.0, busy, pace), link, m))
             .filter(|(due, ..)| *due <= now)

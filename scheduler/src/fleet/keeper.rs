@@ -11,7 +11,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::{
     Allowance, Asked, Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process, Role,
-    adopt::Adopted, autopsy, standby::Standby,
+    adopt::Adopted, autopsy, examine::ends_over_it, standby::Standby,
 };
 use crate::{
     death::{Death, DeathKind, classify},
@@ -311,8 +311,13 @@ async fn greet_and_serve(
             let _ = progress.send(());
             match got {
                 Ok(got) => {
+                    if let Err(why) = fleet.examine(&link, &name, &got).await {
+                        if !ends_over_it(why.kind) {
+                            fleet.note_loading(id, None);
+                        }
+                        return Err(why);
+                    }
                     fleet.note_loading(id, None);
-                    fleet.examine(&link, &name, &got).await?;
                     fleet.note_loaded(id, epoch, &name, &files, &got);
                     loaded.insert(name, (files, Some(got)));
                 }

@@ -9,7 +9,11 @@ use hotcell_proto::{
 };
 use tokio::{sync::mpsc, task::JoinSet};
 
-use super::{Condemnation, Fleet, Link, LoadFailure, Wanted, catalog::Model, slot::Slot};
+use super::{
+    Condemnation, Fleet, Link, LoadFailure, Wanted,
+    catalog::{Model, Standing},
+    slot::Slot,
+};
 use crate::{
     audit::Who,
     events::About,
@@ -352,6 +356,8 @@ impl Fleet {
             let Some(files) = model.files.clone() else {
                 return table.usable(name).map(drop);
             };
+            // What is to take another one's place has to prove itself.
+            let open = model.standing == Standing::Open;
             model.problem = None;
             model.strikes = 0;
             let held = table.has(name);
@@ -379,7 +385,7 @@ impl Fleet {
                 }
             }
             let many = table.workers.values().filter(|s| table.may_get(s, name));
-            let alone = !held && many.count() == 1;
+            let alone = open && !held && many.count() == 1;
             (lacking, alone)
         };
         self.tell();

@@ -67,6 +67,7 @@ impl Table {
         for id in stray {
             if let Some(slot) = self.workers.get_mut(&id) {
                 slot.models.remove(name);
+                slot.unexamined.remove(name);
                 links.extend(slot.link.clone());
             }
         }

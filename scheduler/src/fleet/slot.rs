@@ -62,7 +62,7 @@ pub(super) struct Slot {
     pub(super) loading: Option<ModelName>,
     /// Which packed copy of each model it was asked to compute with.
     pub(super) offered: BTreeMap<ModelName, u64>,
-    /// Models that it serves before it was asked for their known answer.
+    /// Models that it serves before it was asked for their known answer, which are to blame if it dies before.
     pub(super) unexamined: BTreeSet<ModelName>,
     /// Models that this process will not load.
     pub(super) refused: BTreeSet<ModelName>,
@@ -153,7 +153,6 @@ impl Slot {
         self.link = None;
         self.models.clear();
         self.offered.clear();
-        self.unexamined.clear();
         self.refused.clear();
         self.progresses = false;
         self.leaving = true;

@@ -181,7 +181,9 @@ async fn wait(
     loop {
         changed.see();
         let (missing, unwanted) = fleet.table().difference(None, device, &loaded);
-        let change = missing.into_iter().next();
+        // The worker itself is to give the first answer.
+        let mut missing = missing.into_iter();
+        let change = missing.find(|(name, _)| !fleet.is_unexamined(name));
         let gone = unwanted.into_iter().next();
         if change.is_some() || gone.is_some() {
             let Aside { process, link, .. } = &mut aside;

@@ -4,7 +4,7 @@
 //! The input depends on the model's sizes only, and nothing that a row computes depends on other rows, so that the
 //! answer is the same whenever it is asked for. It lies in cache blocks of its own and goes through the same plans as
 //! requests do: two chunks of a prompt, then single rows. The first chunk is as small as reads every weight in little more
-//! time than one row would: it is all that a worker computes before it serves.
+//! time than one row would: it is all that a worker computes before it serves, or soon after.
 
 use hotcell_kernels::backend::DeviceError;
 use hotcell_proto::{error::Error, limits};

@@ -45,6 +45,8 @@ const MAPPED_AT_ONCE: usize = 64 << 10;
 /// Bytes that a thread touches before it looks what that took; and what it takes at most where all of them were in memory.
 const TOUCHED_AT_ONCE: usize = 8 << 20;
 const AT_HAND: Duration = Duration::from_millis(2);
+/// Before an engine whose queue is full is asked again.
+const AGAIN: Duration = Duration::from_millis(10);
 /// Threads that touch pages at most.
 const TOUCHERS: usize = 4;
 
@@ -224,23 +226,35 @@ impl Host {
         let weights = source.weights.clone();
         let (vocab, end_tokens) = (source.config.vocab as u32, source.config.eos.clone());
         let opened = source.clone();
-        // The device makes ready beside that.
         let load = async {
             let (engine, files) = (&self.0.engine, files.clone());
             let loaded = engine.load(name.clone(), source, files, keeping).await;
             enough.fetch_or(loaded.is_err(), Ordering::Relaxed);
             loaded
         };
-        let (read, ready) = tokio::join!(tokio::task::spawn_blocking(read), load);
+        tokio::pin!(load);
+        // The device makes ready beside that, unless others' steps would wait for the disk with it.
+        let alone = locked(&self.0.models).is_empty();
+        let read = tokio::task::spawn_blocking(read);
+        let (read, ready) = match alone {
+            true => {
+                let (read, ready) = tokio::join!(read, &mut load);
+                (read, Some(ready))
+            }
+            false => (read.await, None),
+        };
         let (text, fingerprint) = match read.map_err(internal).flatten() {
             Ok(read) => read,
             Err(error) => {
-                if ready.is_ok() {
-                    // Without an engine there is nothing to unload it from.
-                    let _ = self.0.engine.unload(name).await;
+                if let Some(Ok(_)) = ready {
+                    self.take_back(&name).await;
                 }
                 return Err(error);
             }
+        };
+        let ready = match ready {
+            Some(ready) => ready,
+            None => load.await,
         };
         let Ready {
             shape,
@@ -298,6 +312,16 @@ impl Host {
         }
         locked(&self.0.models).insert(name, Arc::clone(&loaded));
         Ok(loaded)
+    }
+
+    /// Has the engine forget a model that comes to nothing.
+    async fn take_back(&self, name: &str) {
+        while let Err(error) = self.0.engine.unload(name.to_owned()).await {
+            if error.reason() != Reason::Overloaded {
+                return;
+            }
+            tokio::time::sleep(AGAIN).await;
+        }
     }
 
     /// Computes a model from packed copies from its next step on.
@@ -496,8 +520,11 @@ fn touch(
         }
         some();
     });
-    // Whatever order the others came in.
-    report(done.into_inner());
+    // Whatever order the others came in. Where it was enough, it is the engine that makes progress.
+    match enough.load(Ordering::Relaxed) {
+        true => report(total),
+        false => report(done.into_inner()),
+    }
 }
 
 fn summary(source: &ModelSource, text: &ModelText, fingerprint: &str) -> v1::ModelSummary {
