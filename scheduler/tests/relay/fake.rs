@@ -111,6 +111,10 @@ pub struct Stage {
     pub deaf: Mutex<Vec<String>>,
     /// Whether checks are not answered for now.
     pub holds_answers: AtomicBool,
+    /// How many checks to come are refused, because the worker is full.
+    pub full_for: AtomicUsize,
+    /// Whether a check kills its worker.
+    pub dies_of_checks: AtomicBool,
     /// Checks made.
     pub checks: Mutex<Vec<(String, CheckRequest)>>,
     /// What workers that are to pack a model send, after which each says that this was all; none: they like models as they are.
@@ -378,6 +382,18 @@ impl Worker for FakeWorker {
         let request = request.into_inner();
         while self.stage.holds_answers.load(Ordering::Relaxed) {
             tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        if self.stage.dies_of_checks.load(Ordering::Relaxed) {
+            self.die.cancel();
+            std::future::pending::<()>().await;
+        }
+        let less = |left: usize| left.checked_sub(1);
+        let full = &self.stage.full_for;
+        if full
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, less)
+            .is_ok()
+        {
+            return Err(Error::new(Reason::Overloaded, "no room for it").into());
         }
         let process = format!("{}.{}", self.name, self.epoch);
         let value = {

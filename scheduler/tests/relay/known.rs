@@ -1,6 +1,6 @@
 //! Known answers: workers that compute wrongly are found, replaced and taken out, and nobody is served by them.
 
-use hotcell_proto::v1::PackPiece;
+use hotcell_proto::v1::{ModelState, PackPiece};
 use hotcell_scheduler::known::Pace;
 
 use super::*;
@@ -216,5 +216,31 @@ async fn one_that_served_first_is_held_to_its_answer_afterwards() {
     until(|| house.fleet.workers()[0].epoch == 2).await;
     house.ready(1).await;
     assert_eq!(house.fleet.workers()[0].last_exit_kind, "corrupt");
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_that_served_first_and_had_no_room_for_the_question_is_asked_again() {
+    let house = House::new(1).await;
+    house.ready(1).await;
+    house.stage.full_for.store(2, Ordering::SeqCst);
+    load_anew(&house).await.unwrap();
+    until(|| checks(&house, "w0.1") == [1, 1]).await;
+    assert_eq!(house.stage.full_for.load(Ordering::SeqCst), 0);
+    house.end().await;
+}
+
+/// Or it would take its device out again and again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_over_whose_first_answer_workers_end_is_given_up() {
+    let house = House::new(1).await;
+    house.ready(1).await;
+    house.stage.dies_of_checks.store(true, Ordering::Relaxed);
+    load_anew(&house).await.unwrap();
+    let failed = || house.fleet.models()[0].state() == ModelState::Failed;
+    until(failed).await;
+    house.ready(1).await;
+    let worker = &house.fleet.workers()[0];
+    assert_eq!((worker.deaths, worker.models.len()), (3, 0));
     house.end().await;
 }

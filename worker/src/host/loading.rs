@@ -226,9 +226,10 @@ impl Host {
         let weights = source.weights.clone();
         let (vocab, end_tokens) = (source.config.vocab as u32, source.config.eos.clone());
         let opened = source.clone();
+        let called = name.clone();
         let load = async {
             let (engine, files) = (&self.0.engine, files.clone());
-            let loaded = engine.load(name.clone(), source, files, keeping).await;
+            let loaded = engine.load(called, source, files, keeping).await;
             enough.fetch_or(loaded.is_err(), Ordering::Relaxed);
             loaded
         };
