@@ -356,12 +356,11 @@ impl Fleet {
 
     /// All workers, also those beside the devices' own.
     pub fn workers(&self) -> Vec<WorkerInfo> {
-        let own = |table: &Table| -> Vec<_> {
-            let own = table.workers.iter();
-            own.map(|(id, slot)| slot.info(id)).collect()
-        };
-        let mut all = own(&self.table());
-        all.extend(self.asides.infos());
+        let mut all = self.asides.infos();
+        {
+            let own = self.table();
+            all.extend(own.workers.iter().map(|(id, slot)| slot.info(id)));
+        }
         for worker in all.iter_mut().filter(|worker| worker.pid != 0) {
             worker.resident_bytes = slot::resident(worker.pid);
         }
