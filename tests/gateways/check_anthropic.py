@@ -131,7 +131,8 @@ def check_tools_that_have_to_be_called(cell):
 
 
 def check_cancel(cell):
-    stream = client(cell).messages.create(**{**ASKED, "max_tokens": 900, "extra_body": {"temperature": 1}}, stream=True)
+    # Greedy: the protocol knows no seed, and what is drawn may be the end at once.
+    stream = client(cell).messages.create(**{**ASKED, "max_tokens": 900}, stream=True)
     for event in stream:
         if event.type == "content_block_delta":
             return cell.freed(stream.close)
