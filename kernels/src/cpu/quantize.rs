@@ -26,6 +26,9 @@
 //! a poisoned input cannot turn into a plausible number. An `amax` above 127 · 65504 makes the rounded `da` of
 //! [`Activation::Q8`] infinite, and the outputs inf or NaN.
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
 use hotcell_graph::DType;
 
 use super::lanes::{LANES, dispatch, f16_to_f32, f32_to_f16};
@@ -92,12 +95,66 @@ pub fn prepare_row(path: CpuPath, dtype: DType, x: &[f32], scratch: &mut [u8]) {
     }
 }
 
-dispatch! {
-    fn prepare_q8(x: &[f32], scratch: &mut [u8]) = q8_body;
+/// Rounds to an integer, ties to even, and leaves it in the low bits of the sum.
+const SHIFT: f32 = 12_582_912.0;
+
+/// How a block is scaled.
+#[derive(Clone, Copy)]
+struct Scale {
+    /// `127 / amax`; of a block that is all zeros, none.
+    inverse: Option<f32>,
+    /// Before any rounding to half precision.
+    da: f32,
+}
+
+/// That of a block whose largest absolute value has these bits.
+#[inline(always)]
+fn scale(top: u32) -> Scale {
+    let amax = f32::from_bits(top);
+    let inverse = 127.0 / amax;
+    let zeros = |da| Scale { inverse: None, da };
+    match top >= 0x7f80_0000 {
+        true => zeros(f32::NAN),
+        false if !inverse.is_finite() => zeros(0.0),
+        false => Scale {
+            inverse: Some(inverse),
+            da: amax / 127.0,
+        },
+    }
+}
+
+/// What follows the codes of a record of [`Activation::Q8`].
+#[inline(always)]
+fn close_q8(record: &mut [u8; Q8_RECORD], da: f32, sum: i32) {
+    record[32..36].copy_from_slice(&da.to_le_bytes());
+    record[36..40].copy_from_slice(&(-sum).to_le_bytes());
+    record[40..44].copy_from_slice(&(sum as f32 * da).to_le_bytes());
+}
+
+fn prepare_q8(path: CpuPath, x: &[f32], scratch: &mut [u8]) {
+    #[cfg(target_arch = "x86_64")]
+    if path.vectors() == CpuPath::Avx512Vnni {
+        // SAFETY: `vectors` returned the path, so the processor has its instructions.
+        return unsafe { avx512::q8(x, scratch) };
+    }
+    dispatched_q8(path, x, scratch);
+}
+
+fn prepare_q8k(path: CpuPath, x: &[f32], scratch: &mut [u8]) {
+    #[cfg(target_arch = "x86_64")]
+    if path.vectors() == CpuPath::Avx512Vnni {
+        // SAFETY: as above.
+        return unsafe { avx512::q8k(x, scratch) };
+    }
+    dispatched_q8k(path, x, scratch);
 }
 
 dispatch! {
-    fn prepare_q8k(x: &[f32], scratch: &mut [u8]) = q8k_body;
+    fn dispatched_q8(x: &[f32], scratch: &mut [u8]) = q8_body;
+}
+
+dispatch! {
+    fn dispatched_q8k(x: &[f32], scratch: &mut [u8]) = q8k_body;
 }
 
 #[inline(always)]
@@ -105,14 +162,9 @@ fn q8_body(x: &[f32], scratch: &mut [u8]) {
     let (blocks, _) = x.as_chunks::<32>();
     let (records, _) = scratch.as_chunks_mut::<Q8_RECORD>();
     for (x, record) in blocks.iter().zip(records) {
-        let (q, rest) = record.split_at_mut(32);
         let mut sums = [0i32; 2];
-        let da = quantize_block(x, q, &mut sums);
-        let da = f16_to_f32(f32_to_f16(da));
-        let sum = sums[0] + sums[1];
-        rest[0..4].copy_from_slice(&da.to_le_bytes());
-        rest[4..8].copy_from_slice(&(-sum).to_le_bytes());
-        rest[8..12].copy_from_slice(&(sum as f32 * da).to_le_bytes());
+        let da = quantize_block(x, &mut record[..32], &mut sums);
+        close_q8(record, f16_to_f32(f32_to_f16(da)), sums[0] + sums[1]);
     }
 }
 
@@ -150,22 +202,19 @@ fn quantize_block(x: &[f32], q: &mut [u8], sums: &mut [i32]) -> f32 {
             *t = (*t).max(v.to_bits() & 0x7fff_ffff);
         }
     }
-    let top = top.into_iter().fold(0, u32::max);
-    let amax = f32::from_bits(top);
-    let inverse = 127.0 / amax;
-    if top >= 0x7f80_0000 || !inverse.is_finite() {
+    let scale = scale(top.into_iter().fold(0, u32::max));
+    let Some(inverse) = scale.inverse else {
         q.iter_mut().for_each(|run| run.fill(0));
         sums.fill(0);
-        return if top >= 0x7f80_0000 { f32::NAN } else { 0.0 };
-    }
+        return scale.da;
+    };
     for ((run, q), sum) in x.iter().zip(q).zip(sums) {
         let mut ints = [0i32; LANES];
         for (i, v) in ints.iter_mut().zip(run) {
-            // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits. Shared memory may
-            // hold another number by now, even one above `amax`: then any number will do that a code can hold.
-            let shifted = v * inverse + 12_582_912.0;
+            // Shared memory may hold another number by now, even one above `amax`: then any number will do that a code can hold.
+            let shifted = v * inverse + SHIFT;
             *i = (shifted.to_bits() as i32)
-                .wrapping_sub(0x4b40_0000)
+                .wrapping_sub(SHIFT.to_bits() as i32)
                 .clamp(-127, 127);
         }
         let mut total = 0;
@@ -175,5 +224,54 @@ fn quantize_block(x: &[f32], q: &mut [u8], sums: &mut [i32]) -> f32 {
         }
         *sum = total;
     }
-    amax / 127.0
+    scale.da
+}
+
+#[cfg(test)]
+mod tests {
+    use hotcell_graph::DType;
+    use proptest::prelude::*;
+
+    use super::{CpuPath, prepare_row, scratch_bytes};
+
+    /// Numbers of all sizes, halves of codes among them, and now and then what makes a block zeros.
+    fn number() -> impl Strategy<Value = f32> {
+        prop_oneof![
+            30 => -4.0f32..4.0,
+            10 => (-254i32..255).prop_map(|half| half as f32 / 2.0),
+            2 => Just(127.0f32),
+            2 => Just(-0.0f32),
+            1 => any::<u32>().prop_map(f32::from_bits),
+        ]
+    }
+
+    /// A block of one kind: nothing, numbers that are too small, usual ones, or any.
+    fn block() -> impl Strategy<Value = Vec<f32>> {
+        prop_oneof![
+            1 => Just(vec![0.0; 32]),
+            1 => prop::collection::vec(-1e-37f32..1e-37, 32),
+            1 => prop::collection::vec(-3e38f32..3e38, 32),
+            8 => prop::collection::vec(-4.0f32..4.0, 32),
+            4 => prop::collection::vec(number(), 32),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn all_paths_make_the_same_records(blocks in prop::collection::vec(block(), 1..24)) {
+            let x = blocks.concat();
+            for dtype in [DType::Q8_0, DType::Q4K] {
+                let x = &x[..x.len() / dtype.block_len() * dtype.block_len()];
+                let records = |path| {
+                    let mut scratch = vec![0xaa; scratch_bytes(dtype, x.len())];
+                    prepare_row(path, dtype, x, &mut scratch);
+                    scratch
+                };
+                let wanted = records(CpuPath::Portable);
+                for path in CpuPath::available() {
+                    prop_assert_eq!(&records(path), &wanted, "{} {}", path, dtype);
+                }
+            }
+        }
+    }
 }
