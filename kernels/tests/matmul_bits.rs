@@ -494,7 +494,7 @@ fn ranges_may_start_anywhere() {
         let w = random.weights(dtype, n, k);
         for (path, rows) in CpuPath::available()
             .into_iter()
-            .flat_map(|path| [(path, 9), (path, 40)])
+            .flat_map(|path| [(path, 9), (path, 40), (path, 57)])
         {
             let x = random.activations(rows * k);
             let whole = bits(&mul_mat(path, dtype, &w, n, &x, rows, k));
@@ -638,7 +638,7 @@ fn packed_weights_are_a_permutation_and_give_the_same_bits() {
             pack::pack(dtype, k, &w[..cut], &mut pieces[..cut]);
             pack::pack(dtype, k, &w[cut..], &mut pieces[cut..]);
             assert!(pieces == packed);
-            for rows in [1, 2, 3, 4, 5, 8, 9, 23, 40] {
+            for rows in [1, 2, 3, 4, 5, 8, 9, 23, 40, 57] {
                 let x = random.activations(rows * k);
                 for path in CpuPath::available() {
                     let whole = bits(&mul_mat(path, dtype, &w, n, &x, rows, k));

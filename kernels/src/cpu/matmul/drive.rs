@@ -41,7 +41,7 @@ pub(super) const SCRATCH: usize = 24 * 1024;
 pub(super) const RESTING: usize = 144;
 
 /// Panels of a tile at most.
-const MOST_PANELS: usize = 2;
+const MOST_PANELS: usize = 4;
 
 /// What a thread keeps while it multiplies. Not on the stack: of a function that returns at once where there are no rows, and
 /// whose frame takes so many pages that a loop touches them, LLVM 22 loses a register to that loop.
@@ -91,6 +91,14 @@ pub(super) unsafe fn run<S: Simd, F: Format, W: Place>(job: &Job) {
             _ if F::PLAIN && S::WIDE => many_rows::<S, F, W, 8, 2>(job),
             // The last tile may have few of its rows, which is little only among many.
             48.. if S::WIDE && F::MANY == 6 => many_rows::<S, F, W, 6, 2>(job),
+            48.. if S::WIDE && F::MANY == 3 => {
+                // Panels that are not there would be computed along.
+                let rest = job.n.len() % (4 * LANES);
+                let end = job.n.end - if rest > 2 * LANES { 0 } else { rest };
+                let (wide, few) = (job.n.start..end, end..job.n.end);
+                many_rows::<S, F, W, 3, 4>(&Job { n: wide, ..*job });
+                many_rows::<S, F, W, 4, 2>(&Job { n: few, ..*job });
+            }
             _ if S::WIDE => many_rows::<S, F, W, 4, 2>(job),
             _ => many_rows::<S, F, W, 4, 1>(job),
         }
