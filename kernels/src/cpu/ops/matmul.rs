@@ -100,8 +100,6 @@ const TAKEN_ROWS: usize = 32;
 const TAKEN_BY_PART: usize = 8;
 const TAKEN_COLUMNS: usize = 64;
 const LAST_BY_PART: usize = 2;
-/// Rows of one, where not all go together, are a multiple of this many if they can: whole tiles on every path.
-const TAKEN_TILES: usize = 12;
 const SMALLER: usize = 4;
 
 /// Columns of a product as parts take them: large pieces, and small ones at the end.
@@ -280,10 +278,9 @@ impl Kernel for Multiply {
                     }
                 };
             if rows >= TAKEN_ROWS && parts > 1 {
-                let most = rows_at_once(run.path, self.dtype).unwrap_or(rows).min(rows);
-                let height = rows.div_ceil(rows.div_ceil(most));
-                let height = height.next_multiple_of(TAKEN_TILES).min(most);
+                let height = rows_at_once(run.path, self.dtype).unwrap_or(rows).min(rows);
                 let heights = rows.div_ceil(height);
+                let height = rows.div_ceil(heights);
                 let share = self.n / (parts * TAKEN_BY_PART).div_ceil(heights);
                 let least = match &self.scaled {
                     None => TAKEN_COLUMNS,
