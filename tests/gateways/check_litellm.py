@@ -162,7 +162,7 @@ def check_cancel(cell):
     told = []
     for model in ("openai-kjv", "ollama-kjv", "anthropic-kjv"):
         # What is drawn may be the end at once; Anthropic's protocol knows no seed.
-        drawn = {"temperature": 0} if "anthropic" in model else {"temperature": 1.5, "seed": 3}
+        drawn = {} if "anthropic" in model else {"temperature": 1.5, "seed": 3}
         stream = chat(proxy(cell), model, stream=True, max_tokens=1000, **drawn)
         next(iter(stream))
         # The proxy needs a moment of its own.

@@ -234,31 +234,36 @@ mod tests {
 
     use super::{CpuPath, prepare_row, scratch_bytes};
 
-    /// Numbers of all sizes, halves of codes among them, and now and then what makes a block zeros.
+    /// Numbers of all sizes, halves of codes and what makes a block zeros among them.
     fn number() -> impl Strategy<Value = f32> {
         prop_oneof![
-            30 => -4.0f32..4.0,
-            10 => (-254i32..255).prop_map(|half| half as f32 / 2.0),
-            2 => Just(127.0f32),
-            2 => Just(-0.0f32),
-            1 => any::<u32>().prop_map(f32::from_bits),
+            300 => -4.0f32..4.0,
+            100 => (-254i32..255).prop_map(|half| half as f32 / 2.0),
+            20 => Just(127.0f32),
+            20 => Just(-0.0f32),
+            4 => any::<u32>().prop_map(f32::from_bits),
+            1 => Just(f32::NAN),
+            1 => Just(f32::INFINITY),
+            1 => Just(f32::NEG_INFINITY),
         ]
     }
 
-    /// A block of one kind: nothing, numbers that are too small, usual ones, or any.
-    fn block() -> impl Strategy<Value = Vec<f32>> {
-        prop_oneof![
-            1 => Just(vec![0.0; 32]),
-            1 => prop::collection::vec(-1e-37f32..1e-37, 32),
-            1 => prop::collection::vec(-3e38f32..3e38, 32),
-            8 => prop::collection::vec(-4.0f32..4.0, 32),
-            4 => prop::collection::vec(number(), 32),
-        ]
+    /// Blocks of one kind: nothing, numbers that are too small, large or usual ones, or any.
+    fn blocks() -> impl Strategy<Value = Vec<f32>> {
+        prop_oneof![Just(32), Just(256), Just(512)].prop_flat_map(|count| {
+            prop_oneof![
+                1 => Just(vec![0.0; count]),
+                1 => prop::collection::vec(-1e-37f32..1e-37, count),
+                1 => prop::collection::vec(-3e38f32..3e38, count),
+                6 => prop::collection::vec(-4.0f32..4.0, count),
+                6 => prop::collection::vec(number(), count),
+            ]
+        })
     }
 
     proptest! {
         #[test]
-        fn all_paths_make_the_same_records(blocks in prop::collection::vec(block(), 1..24)) {
+        fn all_paths_make_the_same_records(blocks in prop::collection::vec(blocks(), 1..8)) {
             let x = blocks.concat();
             for dtype in [DType::Q8_0, DType::Q4K] {
                 let x = &x[..x.len() / dtype.block_len() * dtype.block_len()];

@@ -260,7 +260,7 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
     const BYTES: usize = 144 + 32 * FIVE as usize;
     const RECORD: usize = Q8K_RECORD;
     const PLAIN: bool = false;
-    const MANY: usize = 6;
+    const MANY: (usize, usize) = (6, 2);
     const BESIDE: Beside = Beside::None;
 
     type Block<S: Simd> = MixedBlock<S>;

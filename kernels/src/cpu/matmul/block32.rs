@@ -170,7 +170,7 @@ impl<const FIVE: bool, const MINIMUM: bool> Format for Nibbles<FIVE, MINIMUM> {
     const BYTES: usize = 18 + 4 * FIVE as usize + 2 * MINIMUM as usize;
     const RECORD: usize = Q8_RECORD;
     const PLAIN: bool = false;
-    const MANY: usize = 3;
+    const MANY: (usize, usize) = (3, 4);
     const BESIDE: Beside = if MINIMUM { Beside::None } else { Beside::First };
 
     type Block<S: Simd> = Block<S>;
@@ -239,7 +239,7 @@ impl Format for Bytes {
     const BYTES: usize = 34;
     const RECORD: usize = Q8_RECORD;
     const PLAIN: bool = false;
-    const MANY: usize = 3;
+    const MANY: (usize, usize) = (3, 4);
     const BESIDE: Beside = Beside::First;
 
     type Block<S: Simd> = Block<S>;
@@ -294,7 +294,7 @@ impl Format for Mxfp4 {
     const BYTES: usize = 17;
     const RECORD: usize = Q8_RECORD;
     const PLAIN: bool = false;
-    const MANY: usize = 3;
+    const MANY: (usize, usize) = (3, 4);
     const BESIDE: Beside = Beside::FirstByte;
 
     type Block<S: Simd> = Block<S>;

@@ -89,9 +89,9 @@ pub(super) unsafe fn run<S: Simd, F: Format, W: Place>(job: &Job) {
             }
             5..9 if S::WIDE && W::PACKED => one_tile::<S, F, W, 8>(job),
             _ if F::PLAIN && S::WIDE => many_rows::<S, F, W, 8, 2>(job),
-            // The last tile may have few of its rows, which is little only among many.
-            48.. if S::WIDE && F::MANY == 6 => many_rows::<S, F, W, 6, 2>(job),
-            48.. if S::WIDE && F::MANY == 3 => {
+            // The last tile may have few of its rows, and blocks unpacked for it few users, which is little only among many.
+            48.. if S::WIDE && F::MANY == (6, 2) => many_rows::<S, F, W, 6, 2>(job),
+            48.. if S::WIDE && F::MANY == (3, 4) => {
                 // Panels that are not there would be computed along.
                 let rest = job.n.len() % (4 * LANES);
                 let end = job.n.end - if rest > 2 * LANES { 0 } else { rest };

@@ -30,9 +30,9 @@ pub(super) trait Format: Sized {
     const PLAIN: bool;
     /// Rows of activations that a block in registers leaves registers for.
     const FEW: usize = 8;
-    /// Rows of a tile where there are very many, measured: more of them share what is computed of a block, in more registers;
-    /// fewer (3) are beside four panels instead of two, and loads are the fewest.
-    const MANY: usize = 4;
+    /// Rows and panels of a tile where there are very many rows, measured: more rows share what is computed of a block, in more
+    /// registers; three rows and four panels need the fewest loads.
+    const MANY: (usize, usize) = (4, 2);
     /// Where a block has a number that is not part of whole words.
     const BESIDE: Beside;
 

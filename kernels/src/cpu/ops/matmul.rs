@@ -95,10 +95,10 @@ const PIECE_COLUMNS: usize = 256;
 /// Rows from which on parts take one piece after another, so that one on a slower processor has fewer of them. With fewer
 /// rows a part's weights are one long stream of memory.
 const TAKEN_ROWS: usize = 32;
-/// Pieces for each part, about, and columns of one: whole tiles of panels on every path. The last of each part's are cut into so many, for
+/// Pieces for each part, about, and columns of one: whole tiles of panels. The last of each part's are cut into so many, for
 /// which others wait less.
 const TAKEN_BY_PART: usize = 8;
-const TAKEN_COLUMNS: usize = 64;
+const TAKEN_COLUMNS: usize = 32;
 const LAST_BY_PART: usize = 2;
 const SMALLER: usize = 4;
 

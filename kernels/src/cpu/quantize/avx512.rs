@@ -117,7 +117,7 @@ pub(super) fn q8k(x: &[f32], scratch: &mut [u8]) {
         };
         let (q, rest) = record.split_at_mut(256);
         let (q, _) = q.as_chunks_mut::<LANES>();
-        // Word `w` of register `i` is the sum of word `4 i + w` of the codes.
+        // Word `w` of register `i` is the sum of word `16 i + w` of the codes.
         let mut sums = [_mm512_setzero_si512(); 4];
         for (i, (x, q)) in x.chunks(4).zip(q.chunks_mut(4)).enumerate() {
             let mut codes = [_mm_setzero_si128(); 4];
@@ -133,7 +133,7 @@ pub(super) fn q8k(x: &[f32], scratch: &mut [u8]) {
                 _mm512_castsi256_si512(_mm256_set_m128i(b, a)),
                 _mm256_set_m128i(d, c),
             );
-            sums[i] = _mm512_dpbusd_epi32(sums[i], _mm512_set1_epi8(1), codes);
+            sums[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), codes);
         }
         // Those of sixteen codes: of run `4 i + lane` in word `i` of the lane.
         let [a, b, c, d] = sums;
