@@ -42,14 +42,7 @@ fn side_by_side(blocks: &[[f32; 32]; SIDE], records: &mut [[u8; Q8_RECORD]; SIDE
     let tops = x.map(|[low, high]| _mm512_max_epu32(magnitude(low), magnitude(high)));
     let [a, b, c, d] = tops;
     let tops = four(a, b, c, d, |a, b| _mm512_max_epu32(a, b));
-    let tops = _mm256_max_epu32(
-        _mm512_castsi512_si256(tops),
-        _mm512_extracti64x4_epi64::<1>(tops),
-    );
-    let tops = _mm_max_epu32(
-        _mm256_castsi256_si128(tops),
-        _mm256_extracti128_si256::<1>(tops),
-    );
+    let tops = across(tops, |a, b| _mm_max_epu32(a, b));
     let amax = _mm_castsi128_ps(tops);
     let inverse = _mm_div_ps(_mm_set1_ps(127.0), amax);
     let mut inverses = floats(inverse);
@@ -85,14 +78,7 @@ fn side_by_side(blocks: &[[f32; 32]; SIDE], records: &mut [[u8; Q8_RECORD]; SIDE
     let sums = codes.map(|[low, high]| _mm512_add_epi32(low, high));
     let [a, b, c, d] = sums;
     let sums = four(a, b, c, d, |a, b| _mm512_add_epi32(a, b));
-    let sums = _mm256_add_epi32(
-        _mm512_castsi512_si256(sums),
-        _mm512_extracti64x4_epi64::<1>(sums),
-    );
-    let sums = _mm_add_epi32(
-        _mm256_castsi256_si128(sums),
-        _mm256_extracti128_si256::<1>(sums),
-    );
+    let sums = across(sums, |a, b| _mm_add_epi32(a, b));
     for ((record, da), sum) in records.iter_mut().zip(floats(da)).zip(words(sums)) {
         super::close_q8(record, da, sum);
     }
@@ -232,4 +218,20 @@ fn four(
     let ab = join(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     let cd = join(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
     join(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd))
+}
+
+/// `join` of the four lanes of 128 bits.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn across(lanes: __m512i, join: impl Fn(__m128i, __m128i) -> __m128i) -> __m128i {
+    join(
+        join(
+            _mm512_castsi512_si128(lanes),
+            _mm512_extracti32x4_epi32::<1>(lanes),
+        ),
+        join(
+            _mm512_extracti32x4_epi32::<2>(lanes),
+            _mm512_extracti32x4_epi32::<3>(lanes),
+        ),
+    )
 }
