@@ -56,6 +56,7 @@ mod block32;
 mod block64;
 mod drive;
 mod format;
+mod kept;
 pub mod pack;
 mod place;
 mod q6_k;
@@ -64,6 +65,7 @@ mod simd;
 
 use drive::Job;
 use format::{Format, Plain};
+pub use kept::Kept;
 use place::{Packed, Place, Stored};
 
 /// The revision of the order of summation above. Part of the numerics class: whoever changes a bit of any
@@ -92,7 +94,7 @@ pub struct MulMat<'a> {
     pub rows: usize,
 }
 
-impl MulMat<'_> {
+impl<'a> MulMat<'a> {
     /// The same of some of the rows.
     ///
     /// # Panics
@@ -121,6 +123,27 @@ impl MulMat<'_> {
     /// `out.add(r * out_stride + j)` is valid for writes for every row `r` below `rows` and every `j` in `n`, and no other thread
     /// touches these elements meanwhile.
     pub unsafe fn run(&self, path: CpuPath, n: Range<usize>, out: *mut f32, out_stride: usize) {
+        // SAFETY: the caller's promise. Nothing was kept.
+        unsafe { self.run_keeping(path, n, (out, out_stride), &mut Kept::default()) }
+    }
+
+    /// [`Self::run`], for some of the outputs after others: what the path makes of activations is kept in the thread's memory from
+    /// one call to the next with the same `kept`, where that is the last that the thread multiplied.
+    ///
+    /// # Panics
+    ///
+    /// As [`Self::run`].
+    ///
+    /// # Safety
+    ///
+    /// As for [`Self::run`].
+    pub unsafe fn run_keeping(
+        &self,
+        path: CpuPath,
+        n: Range<usize>,
+        (out, out_stride): (*mut f32, usize),
+        kept: &mut Kept<'a>,
+    ) {
         let MulMat {
             dtype,
             w,
@@ -163,7 +186,7 @@ impl MulMat<'_> {
             }
         };
         let stride = stride.unwrap_or_default();
-        let job = |n| Job {
+        let mut job = |n| Job {
             w: w.as_ptr(),
             stride,
             k,
@@ -172,6 +195,7 @@ impl MulMat<'_> {
             x_stride,
             rows,
             room: drive::room(),
+            kept: &raw mut kept.brought,
             out,
             out_stride,
         };
@@ -197,18 +221,26 @@ impl MulMat<'_> {
     }
 }
 
-/// Rows that a thread multiplies at a time for as many outputs as may be, where it makes something of the activations itself.
-pub fn rows_at_once(path: CpuPath, dtype: DType) -> Option<usize> {
+/// How a path takes the rows of a product.
+#[derive(Clone, Copy, Debug)]
+pub struct AtOnce {
+    /// Rows that a thread multiplies at a time for as many outputs as may be.
+    pub rows: usize,
+    /// Whether what it makes of their activations is [`Kept`] from some outputs to others.
+    pub keeps: bool,
+}
+
+/// For a path that makes something of the activations itself.
+pub fn rows_at_once(path: CpuPath, dtype: DType) -> Option<AtOnce> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     if path == CpuPath::Amx && path.is_available() {
-        return match dtype {
-            DType::BF16 => Some(amx::bf16::ROWS),
-            _ => match Activation::of(dtype) {
-                Activation::Q8 => Some(amx::int8::ROWS),
-                Activation::Q8K => Some(amx::scaled::ROWS),
-                Activation::F32 => None,
-            },
+        let (rows, keeps) = match (dtype, Activation::of(dtype)) {
+            (DType::BF16, _) => (amx::bf16::ROWS, false),
+            (_, Activation::Q8) => (amx::int8::ROWS, true),
+            (_, Activation::Q8K) => (amx::scaled::ROWS, true),
+            (_, Activation::F32) => return None,
         };
+        return Some(AtOnce { rows, keeps });
     }
     let _ = (path, dtype);
     None

@@ -11,6 +11,7 @@ use std::mem::{MaybeUninit, align_of, size_of};
 use std::ops::Range;
 
 use super::format::Format;
+use super::kept::Brought;
 use super::place::{Panel, Place, Stage};
 use super::simd::Simd;
 use crate::cpu::lanes::LANES;
@@ -29,6 +30,8 @@ pub(super) struct Job {
     pub rows: usize,
     /// [`room`].
     pub room: *mut Room,
+    /// Which activations this thread has in memory of its own.
+    pub kept: *mut Brought,
     /// Output 0 of row 0, and outputs from row to row.
     pub out: *mut f32,
     pub out_stride: usize,
@@ -69,7 +72,7 @@ pub(super) fn room() -> *mut Room {
 ///
 /// # Safety
 ///
-/// The processor has the instructions of `S`. The room is this thread's. The job's pointers are valid for the weight rows
+/// The processor has the instructions of `S`. The room is this thread's, and so is what is kept. The job's pointers are valid for the weight rows
 /// `n`, which lie as `W` says (packed: from a multiple of sixteen to one), for `rows` rows of activations and, for writing and
 /// from this thread only, for the outputs `n` of each row.
 #[inline(always)]

@@ -12,7 +12,8 @@ use crate::{
     backend::DeviceError,
     cpu::{
         dequant::is_weight_dtype,
-        matmul::{MulMat, rectangles, rows_at_once},
+        lanes::LANES,
+        matmul::{AtOnce, Kept, MulMat, rectangles, rows_at_once},
         plan::{Kernel, Launcher, Reg, Run},
         quantize::{Activation, prepare_row, scratch_bytes},
     },
@@ -101,6 +102,101 @@ const TAKEN_BY_PART: usize = 8;
 const TAKEN_COLUMNS: usize = 32;
 const LAST_BY_PART: usize = 2;
 const SMALLER: usize = 4;
+
+/// Rows of a product that are multiplied at a time.
+#[derive(Clone, Copy, Debug)]
+struct Bands {
+    rows: usize,
+    height: usize,
+    count: usize,
+    /// Whether a thread keeps what it makes of a band's activations.
+    kept: bool,
+}
+
+impl Bands {
+    /// Of `rows` (above 0), as a path has them.
+    fn of(rows: usize, at_once: Option<AtOnce>) -> Self {
+        let (height, kept) = match at_once {
+            None => (rows, false),
+            // As many in each, so that none has but a few, in whole tiles.
+            Some(AtOnce { rows: most, keeps }) => {
+                let bands = rows.div_ceil(most.max(1));
+                (rows.div_ceil(bands).next_multiple_of(LANES), keeps)
+            }
+        };
+        Self {
+            rows,
+            height,
+            count: rows.div_ceil(height),
+            kept,
+        }
+    }
+
+    fn range(&self, band: usize) -> Range<usize> {
+        let start = band * self.height;
+        start..self.rows.min(start + self.height)
+    }
+}
+
+/// A product in pieces.
+#[derive(Clone, Copy, Debug)]
+struct Cut {
+    bands: Bands,
+    n: usize,
+    /// Columns from one band's beginning to the next one's, where the bands of a product follow each other.
+    wide: usize,
+    pieces: Pieces,
+}
+
+impl Cut {
+    /// Of `n` columns, in pieces of at most `most` of them for so many parts; all are a multiple of `least`.
+    fn new(bands: Bands, n: usize, (most, least): (usize, usize), parts: usize) -> Self {
+        let wide = n.next_multiple_of(least);
+        let share = bands.count * wide / (parts * TAKEN_BY_PART);
+        let share = share.next_multiple_of(least).max(least).min(most);
+        // Where a band's activations are kept, a part stays with the band. Else pieces of the same weights follow each other.
+        let all = if bands.kept { bands.count * wide } else { n };
+        Self {
+            bands,
+            n,
+            wide,
+            pieces: Pieces::new(all, (share, least), parts),
+        }
+    }
+
+    /// Of all columns of all bands, or of all bands' next ones; none after the last.
+    fn piece(&self, taken: usize) -> Taken {
+        let bands = if self.bands.kept { 1 } else { self.bands.count };
+        Taken {
+            columns: self.pieces.range(taken / bands),
+            band: taken % bands,
+        }
+    }
+
+    /// Rows and columns of a piece.
+    fn products(&self, taken: Taken) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+        let Taken { columns, band } = taken;
+        let wide = if self.bands.kept { self.wide } else { self.n }.max(1);
+        (columns.start / wide..columns.end.div_ceil(wide)).filter_map(move |crossed| {
+            let start = columns.start.max(crossed * wide) - crossed * wide;
+            let end = (columns.end - crossed * wide).min(self.n);
+            (start < end).then(|| (self.bands.range(band + crossed), start..end))
+        })
+    }
+}
+
+/// A piece that a part has taken.
+#[derive(Clone, Debug)]
+struct Taken {
+    columns: Range<usize>,
+    band: usize,
+}
+
+impl Taken {
+    fn is_empty(&self) -> bool {
+        self.columns.is_empty()
+    }
+}
 
 /// Columns of a product as parts take them: large pieces, and small ones at the end.
 #[derive(Clone, Copy, Debug)]
@@ -270,33 +366,34 @@ impl Kernel for Multiply {
             let columns = PIECE / rows.saturating_mul(self.k).max(1);
             let columns = columns.next_multiple_of(PIECE_COLUMNS).max(PIECE_COLUMNS);
             let out: *mut f32 = run.pointer(self.out).cast();
-            let multiply =
-                |kernel: &MulMat<'_>, piece: Range<usize>, out: *mut f32| match &self.scaled {
-                    None => kernel.run(run.path, piece, out, self.n),
+            let mut kept = Kept::default();
+            let mut multiply = |rows: Range<usize>, piece: Range<usize>| {
+                let (kernel, out) = (kernel.of_rows(rows.clone()), out.add(rows.start * self.n));
+                match &self.scaled {
+                    None => kernel.run_keeping(run.path, piece, (out, self.n), &mut kept),
                     Some(scaled) => {
-                        scaled.run(run, part, kernel, [0, 0], (piece, out, self.n));
+                        scaled.run(run, part, &kernel, [0, 0], (piece, out, self.n));
                     }
-                };
+                }
+            };
             if rows >= TAKEN_ROWS && parts > 1 {
-                let height = rows_at_once(run.path, self.dtype).unwrap_or(rows).min(rows);
-                let heights = rows.div_ceil(height);
-                let height = rows.div_ceil(heights);
-                let share = self.n / (parts * TAKEN_BY_PART).div_ceil(heights);
                 let least = match &self.scaled {
                     None => TAKEN_COLUMNS,
                     Some(scaled) => TAKEN_COLUMNS.max(scaled.together()),
                 };
-                let share = share.next_multiple_of(least).max(least);
-                let pieces = Pieces::new(self.n, (share.min(columns), least), parts);
+                let bands = Bands::of(rows, rows_at_once(run.path, self.dtype));
+                let cut = Cut::new(bands, self.n, (columns, least), parts);
                 loop {
-                    // Pieces of the same weights follow each other.
-                    let taken = run.take_piece();
-                    let (piece, row) = (pieces.range(taken / heights), taken % heights * height);
-                    if piece.is_empty() || run.stopped() {
+                    let taken = cut.piece(run.take_piece());
+                    if taken.is_empty() {
                         return;
                     }
-                    let of_rows = kernel.of_rows(row..rows.min(row + height));
-                    multiply(&of_rows, piece, out.add(row * self.n));
+                    for (rows, columns) in cut.products(taken) {
+                        if run.stopped() {
+                            return;
+                        }
+                        multiply(rows, columns);
+                    }
                 }
             }
             let n = split(self.n, 16, part, parts);
@@ -305,7 +402,7 @@ impl Kernel for Multiply {
                     return;
                 }
                 let piece = start..n.end.min(start.saturating_add(columns));
-                multiply(&kernel, piece, out);
+                multiply(0..rows, piece);
             }
         }
     }

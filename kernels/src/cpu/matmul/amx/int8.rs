@@ -9,6 +9,7 @@ use std::ptr;
 
 use super::super::avx512::Avx512;
 use super::super::drive::{self, Job, NextChunk, RESTING, SCRATCH};
+use super::super::kept::Time;
 use super::super::on_avx512;
 use super::super::place::{Panel, Place, Stage};
 use super::tiled::Tiled;
@@ -44,6 +45,8 @@ const TOGETHER: usize = 4;
 /// What a thread keeps while it multiplies.
 #[repr(C, align(64))]
 struct Room {
+    /// When the activations were brought.
+    brought: Time,
     /// Activations: of each group the steps, of each step the rows.
     x: [Line; ROOM_LINES],
     /// What a record has beside them, of each group the steps, of each step the rows: `da`, and `f32(Σ q) · da`. One line, where
@@ -84,7 +87,10 @@ pub(in super::super) unsafe fn run<F: Tiled, W: Place>(job: &Job) {
         configure(F::CONFIG);
         for start in (0..job.rows).step_by(height) {
             let rows = start..job.rows.min(start + height);
-            bring::<F>(job, &rows, room);
+            let x = job.x.add(start * job.x_stride);
+            if (*job.kept).renew(&mut room.brought, x, rows.len(), job.k) {
+                bring::<F>(job, &rows, room);
+            }
             for first in job.n.clone().step_by(LANES) {
                 panel::<F, W>(job, &rows, first, room);
             }
@@ -105,13 +111,16 @@ unsafe fn bring<F: Tiled>(job: &Job, rows: &Range<usize>, room: &mut Room) {
         // SAFETY: the caller's promise; a record has the bytes.
         unsafe {
             let lines = room.x.as_mut_ptr().add(group * steps * STEP_LINES);
-            for (r, row) in (first..rows.end.min(first + GROUP)).enumerate() {
-                let x = job.x.add(row * job.x_stride);
-                let to = lines.cast::<u8>().add(r * STEP);
-                for step in 0..steps {
-                    let values = _mm256_loadu_si256(x.add(step * Q8_RECORD).cast());
-                    _mm256_store_si256(to.add(step * GROUP * STEP).cast(), values);
-                    let (at, record) = (group * steps + step, x.add(step * Q8_RECORD));
+            let x = job.x.add(first * job.x_stride);
+            let there = (rows.end - first).min(GROUP);
+            // Step after step, so that lines are written whole.
+            for step in 0..steps {
+                let to = lines.add(step * STEP_LINES).cast::<u8>();
+                let at = group * steps + step;
+                for r in 0..there {
+                    let record = x.add(r * job.x_stride + step * Q8_RECORD);
+                    let values = _mm256_loadu_si256(record.cast());
+                    _mm256_store_si256(to.add(r * STEP).cast(), values);
                     room.da[at][r] = ptr::read_unaligned(record.add(32).cast());
                     room.sums[at][r] = ptr::read_unaligned(record.add(40).cast());
                 }

@@ -15,6 +15,7 @@ use super::super::avx512::Avx512;
 use super::super::block256::{BESIDE, Mixed, MixedHead};
 use super::super::drive::{self, Job, NextChunk, SCRATCH};
 use super::super::format::Format;
+use super::super::kept::Time;
 use super::super::on_avx512;
 use super::super::place::{Place, Stage};
 use super::super::q6_k::{Six, SixHead};
@@ -194,6 +195,8 @@ unsafe fn twice(words: __m512i) -> __m512i {
 /// What a thread keeps while it multiplies, beside what it keeps for every dtype.
 #[repr(C, align(64))]
 struct Room {
+    /// When the activations were brought.
+    brought: Time,
     /// Activations: of each group the steps, of each step the rows.
     x: [Line; ROOM_LINES],
     /// What else of their records is read, close together: of each group the blocks, of each block the rows.
@@ -247,7 +250,10 @@ pub(in super::super) unsafe fn run<F: Scaled, W: Place>(job: &Job) {
         configure(&CONFIG);
         for start in (0..job.rows).step_by(height) {
             let rows = start..job.rows.min(start + height);
-            bring::<F>(job, &rows, room);
+            let x = job.x.add(start * job.x_stride);
+            if (*job.kept).renew(&mut room.brought, x, rows.len(), job.k) {
+                bring::<F>(job, &rows, room);
+            }
             for first in job.n.clone().step_by(PANELS * LANES) {
                 panels::<F, W>(job, &rows, first, room);
             }

@@ -1,0 +1,53 @@
+//! What a path makes of activations, kept from one piece of a product to the next.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+
+/// Says which activations a thread's memory has, for as long as it multiplies nothing else. They are borrowed, so that they
+/// stay what they were.
+#[derive(Default)]
+pub struct Kept<'a> {
+    pub(super) brought: Brought,
+    /// Of this thread, whose numbers are no other one's.
+    activations: PhantomData<(&'a [u8], *const ())>,
+}
+
+/// Some rows of activations that were brought into a room.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Brought {
+    /// Which time it was that this thread brought any, from 1 on.
+    time: u64,
+    first: usize,
+    rows: usize,
+    k: usize,
+}
+
+thread_local! {
+    static TIMES: Cell<u64> = const { Cell::new(0) };
+}
+
+/// When what is in a room was brought.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Time(u64);
+
+impl Brought {
+    /// Whether rows of `k` from address `first` on have to be brought into the room that was last filled at `latest`. If so
+    /// they are taken for brought from now on.
+    pub fn renew(&mut self, latest: &mut Time, first: *const u8, rows: usize, k: usize) -> bool {
+        let wanted = Self {
+            time: latest.0,
+            first: first.addr(),
+            rows,
+            k,
+        };
+        if *self == wanted && self.time > 0 {
+            return false;
+        }
+        // Of two rooms that a thread has none is taken for the other one.
+        let time = TIMES.get() + 1;
+        TIMES.set(time);
+        *latest = Time(time);
+        *self = Self { time, ..wanted };
+        true
+    }
+}
