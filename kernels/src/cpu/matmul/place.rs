@@ -16,7 +16,7 @@ use std::ops::Range;
 
 use super::format::Format;
 use super::simd::Simd;
-use crate::cpu::lanes::LANES;
+use crate::cpu::{lanes::LANES, path};
 
 /// Where a block has a number that is not part of a word.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -108,6 +108,20 @@ const fn ahead<F: Format>() -> usize {
 
 /// The same in packed panels, together: what memory delivers while it is waited for once.
 const PACKED_AHEAD: usize = 8192;
+
+/// Pages whose lines are asked for in turn where that is [faster](path::reads_pages), and how far ahead then: past all of them.
+const PAGES: usize = 4;
+const PAGE_LINES: usize = 64;
+const PAGES_AHEAD: usize = PAGES * PAGE_LINES * 64;
+
+/// The line that is asked for in the place of the one at an address: so many pages' lines in turn, of each page one.
+#[inline(always)]
+fn in_turn(at: *const u8) -> *const u8 {
+    at.map_addr(|at| {
+        let (start, line) = (at / PAGES_AHEAD * PAGES_AHEAD, at % PAGES_AHEAD / 64);
+        start + (line % PAGES * PAGE_LINES + line / PAGES) * 64
+    })
+}
 
 /// Rows as the file has them, `stride` bytes apart.
 #[derive(Clone, Copy)]
@@ -230,6 +244,8 @@ pub(super) struct Packed {
     numbers: *const u8,
     /// What to ask for; need not exist.
     ahead: *const u8,
+    /// Whether [`in_turn`].
+    pages: bool,
 }
 
 /// Where in a panel of `stride` bytes a row block `b` has its words, and its numbers beside them.
@@ -272,7 +288,12 @@ impl Place for Packed {
     ) -> Self {
         let (words, numbers) = packed_block(F::BESIDE, F::BYTES, panel.stride, b);
         let lead = F::BESIDE.lead();
-        let ahead = if P == 0 { 0 } else { PACKED_AHEAD / P.max(1) };
+        let pages = P > 0 && path::reads_pages();
+        let ahead = match P {
+            0 => 0,
+            _ if pages => PAGES_AHEAD,
+            _ => PACKED_AHEAD / P,
+        };
         let position = b * LANES * F::BYTES + ahead;
         // Behind this panel is the one that is read beside it.
         let past = if P <= 1 || position < LANES * panel.stride {
@@ -284,6 +305,7 @@ impl Place for Packed {
             words: panel.w.wrapping_add(words).wrapping_sub(lead * LANES),
             numbers: panel.w.wrapping_add(numbers),
             ahead: panel.w.wrapping_add(position + past),
+            pages,
         }
     }
 
@@ -334,8 +356,10 @@ impl Place for Packed {
     unsafe fn ask<S: Simd, F: Format>(self, part: usize, parts: usize) {
         let lines = (LANES * F::BYTES).div_ceil(64);
         for i in lines * part / parts..lines * (part + 1) / parts {
+            let at = self.ahead.wrapping_add(64 * i);
+            let at = if self.pages { in_turn(at) } else { at };
             // SAFETY: see the impl.
-            unsafe { S::prefetch_near(self.ahead.wrapping_add(64 * i)) };
+            unsafe { S::prefetch_near(at) };
         }
     }
 }
@@ -375,5 +399,29 @@ impl Panel {
             let from = unsafe { std::slice::from_raw_parts(at.add(r * self.stride), bytes) };
             to[..bytes].copy_from_slice(from);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_lines_of_the_pages_are_asked_for_once_and_before_they_are_read() {
+        let start = 5 * PAGES_AHEAD;
+        let lines = PAGES * PAGE_LINES;
+        let asked: Vec<usize> = (0..lines)
+            .map(|line| in_turn(std::ptr::without_provenance(start + 64 * line)).addr())
+            .collect();
+        for (line, at) in asked.iter().enumerate() {
+            // It is asked for while what is read is so far behind.
+            let read = start - PAGES_AHEAD + 64 * line;
+            assert!(*at > read, "line {line}");
+        }
+        let pages: Vec<usize> = asked.iter().take(8).map(|at| (at - start) / 4096).collect();
+        assert_eq!(pages, [0, 1, 2, 3, 0, 1, 2, 3]);
+        let mut all = asked;
+        all.sort_unstable();
+        assert!(all.into_iter().eq((start..).step_by(64).take(lines)));
     }
 }
