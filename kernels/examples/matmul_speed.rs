@@ -110,8 +110,9 @@ fn main() {
                         prepared: &prepared,
                         rows,
                     };
-                    // As many at once as a plan has.
-                    let pieces = rows.div_ceil(rows_at_once(path, dtype).map_or(rows, |a| a.rows));
+                    // About as many at once as a plan has.
+                    let pieces =
+                        rows.div_ceil(rows_at_once(path, dtype, k).map_or(rows, |a| a.rows));
                     let height = rows.div_ceil(pieces);
                     for row in (0..rows).step_by(height) {
                         let piece = product.of_rows(row..rows.min(row + height));

@@ -6,7 +6,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 use hotcell_graph::DType;
 use hotcell_kernels::cpu::dequant::{dequantize_row, is_weight_dtype};
-use hotcell_kernels::cpu::matmul::{MulMat, mul_mat, pack};
+use hotcell_kernels::cpu::matmul::{Kept, MulMat, mul_mat, pack};
 use hotcell_kernels::cpu::path::CpuPath;
 use hotcell_kernels::cpu::quantize::{prepare_row, scratch_bytes};
 
@@ -484,6 +484,82 @@ fn product_of(
             row[..n].to_vec()
         })
         .collect()
+}
+
+/// What a thread keeps of activations is theirs: other ones come between, of the same rows and of others, and other dtypes.
+#[test]
+fn activations_that_are_kept_are_no_other_ones() {
+    let mut random = Random(11);
+    let (n, k, rows) = (64, 512, 80);
+    for path in CpuPath::available() {
+        for (dtype, other_dtype) in [
+            (DType::Q4_0, DType::Q8_0),
+            (DType::Q4K, DType::Q6K),
+            (DType::Q8_0, DType::Q4K),
+            (DType::BF16, DType::Q4_0),
+        ] {
+            let prepare = |dtype, x: &[f32]| {
+                let size = scratch_bytes(dtype, k);
+                let mut prepared = vec![0; rows * size];
+                if size > 0 {
+                    for (x, record) in x.chunks_exact(k).zip(prepared.chunks_exact_mut(size)) {
+                        prepare_row(path, dtype, x, record);
+                    }
+                }
+                prepared
+            };
+            let weights = [dtype, other_dtype].map(|dtype| (dtype, random.weights(dtype, n, k)));
+            let inputs: Vec<_> = (0..2).map(|_| random.activations(rows * k)).collect();
+            let products: Vec<_> = weights
+                .iter()
+                .flat_map(|(dtype, w)| inputs.iter().map(move |x| (*dtype, w, x)))
+                .map(|(dtype, w, x)| (dtype, w, x, prepare(dtype, x)))
+                .collect();
+            let expected: Vec<_> = products
+                .iter()
+                .map(|(dtype, w, x, _)| bits(&mul_mat(path, *dtype, w, n, x, rows, k)))
+                .collect();
+            let mut kept = [Kept::default(), Kept::default()];
+            for step in 0..48 {
+                // The same one two or three times, then another one.
+                let which = step / 3 % products.len();
+                let (dtype, w, x, prepared) = &products[which];
+                let product = MulMat {
+                    dtype: *dtype,
+                    w,
+                    packed: false,
+                    k,
+                    x,
+                    x_stride: k,
+                    prepared,
+                    rows,
+                };
+                let some = [0..rows, 0..40, 40..rows][step / 16].clone();
+                let columns = step % 4 * 16..(step % 4 + 1) * 16;
+                let mut out = vec![f32::NAN; some.len() * n];
+                let of_rows = product.of_rows(some.clone());
+                let kept = &mut kept[usize::from(step % 7 == 6)];
+                // SAFETY: those rows' outputs, and one thread.
+                unsafe { of_rows.run_keeping(path, columns.clone(), (out.as_mut_ptr(), n), kept) };
+                let pairs = bits(&out)
+                    .into_iter()
+                    .zip(&expected[which][some.start * n..]);
+                for (i, (one, other)) in pairs.enumerate() {
+                    if columns.contains(&(i % n)) {
+                        assert_eq!(
+                            one, *other,
+                            "step {step} of {dtype} and {other_dtype} on {path}"
+                        );
+                    }
+                }
+                if step % 5 == 4 {
+                    // Nothing is kept of these, and what was is lost.
+                    let (dtype, w, x, _) = &products[(which + 1) % products.len()];
+                    mul_mat(path, *dtype, w, n, x, rows, k);
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -40,7 +40,7 @@ fn weights(dtype: DType, n: usize, k: usize) -> Vec<u8> {
 #[test]
 fn every_weight_type_gives_the_same_bits_for_all_rows_threads_and_paths() {
     // More than are multiplied at a time on any path.
-    const MAX_ROWS: usize = 200;
+    const MAX_ROWS: usize = 300;
     for dtype in DType::ALL.iter().copied().filter(|d| is_weight_dtype(*d)) {
         let (n, k) = (
             83,
@@ -76,7 +76,7 @@ fn every_weight_type_gives_the_same_bits_for_all_rows_threads_and_paths() {
                 plan.bind(Slot::Input(1), &buffer(&device, &shifted), 1)
                     .unwrap();
                 plan.bind(Slot::Output(0), &out, 0).unwrap();
-                for m in [1, 2, 3, 7, 16, 64, 97, 145, 200] {
+                for m in [1, 2, 3, 7, 16, 64, 97, 145, 300] {
                     device.stream().execute(plan.as_mut(), m).unwrap();
                     let mut y = vec![0.0; m * n];
                     out.read_f32(0, &mut y).unwrap();
@@ -93,19 +93,21 @@ fn every_weight_type_gives_the_same_bits_for_all_rows_threads_and_paths() {
 
 #[test]
 fn packed_weights_may_come_and_go_and_change_no_bit() {
+    // As above.
+    const ROWS: usize = 300;
     for dtype in [DType::Q4_0, DType::Q6K, DType::BF16] {
         let (n, k) = (83, 2 * dtype.block_len().max(32));
         let w = weights(dtype, n, k);
-        let x = numbers(8 * k, 1);
-        let reference = matmul::mul_mat(CpuPath::detect(), dtype, &w, n, &x, 8, k);
-        let mut g = GraphBuilder::new(8);
+        let x = numbers(ROWS * k, 1);
+        let reference = matmul::mul_mat(CpuPath::detect(), dtype, &w, n, &x, ROWS, k);
+        let mut g = GraphBuilder::new(ROWS);
         let xv = g.tensor("x", rows(&[k])).unwrap();
         let wv = g.constant("w", spec(dtype, &[n, k])).unwrap();
         let y = g.mul_mat(xv, wv).unwrap();
         let graph = g.finish(&[y]).unwrap();
         let device = CpuDevice::with_path(2, CpuPath::detect()).unwrap();
         let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
-        let out = device.allocate("out", 8 * n * 4).unwrap();
+        let out = device.allocate("out", ROWS * n * 4).unwrap();
         let mut packed = vec![0; w.len()];
         pack::pack(dtype, k, &w, &mut packed);
         // One byte in: a packed form is read at any address too.
@@ -124,8 +126,8 @@ fn packed_weights_may_come_and_go_and_change_no_bit() {
         let forms = [Some(&packed), None, Some(&packed)];
         for form in forms {
             assert!(plan.bind_packed(Slot::Input(1), form, 1).unwrap());
-            for m in [1, 3, 8] {
-                out.write(0, &vec![0; 8 * n * 4]).unwrap();
+            for m in [1, 3, 8, 40, ROWS] {
+                out.write(0, &vec![0; ROWS * n * 4]).unwrap();
                 device.stream().execute(plan.as_mut(), m).unwrap();
                 let mut y = vec![0.0; m * n];
                 out.read_f32(0, &mut y).unwrap();

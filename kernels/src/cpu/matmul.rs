@@ -42,7 +42,7 @@ use std::ops::Range;
 use hotcell_graph::DType;
 
 use super::lanes::LANES;
-use super::path::CpuPath;
+use super::path::{CpuPath, reads_pages};
 use super::quantize::{Activation, prepare_row, scratch_bytes};
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -128,7 +128,7 @@ impl<'a> MulMat<'a> {
     }
 
     /// [`Self::run`], for some of the outputs after others: what the path makes of activations is kept in the thread's memory from
-    /// one call to the next with the same `kept`, where that is the last that the thread multiplied.
+    /// one call to the next with the same `kept`, if it fits there at once and nothing was made of other activations since.
     ///
     /// # Panics
     ///
@@ -196,6 +196,7 @@ impl<'a> MulMat<'a> {
             rows,
             room: drive::room(),
             kept: &raw mut kept.brought,
+            pages: reads_pages(),
             out,
             out_stride,
         };
@@ -226,23 +227,23 @@ impl<'a> MulMat<'a> {
 pub struct AtOnce {
     /// Rows that a thread multiplies at a time for as many outputs as may be.
     pub rows: usize,
-    /// Whether what it makes of their activations is [`Kept`] from some outputs to others.
+    /// Whether what it makes of so many rows' activations is [`Kept`] from some outputs to others.
     pub keeps: bool,
 }
 
-/// For a path that makes something of the activations itself.
-pub fn rows_at_once(path: CpuPath, dtype: DType) -> Option<AtOnce> {
+/// For a path that makes something of the activations itself, in rows of `k`.
+pub fn rows_at_once(path: CpuPath, dtype: DType, k: usize) -> Option<AtOnce> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     if path == CpuPath::Amx && path.is_available() {
         let (rows, keeps) = match (dtype, Activation::of(dtype)) {
             (DType::BF16, _) => (amx::bf16::ROWS, false),
-            (_, Activation::Q8) => (amx::int8::ROWS, true),
-            (_, Activation::Q8K) => (amx::scaled::ROWS, true),
+            (_, Activation::Q8) => (amx::int8::rows(k), true),
+            (_, Activation::Q8K) => (amx::scaled::rows(k), true),
             (_, Activation::F32) => return None,
         };
-        return Some(AtOnce { rows, keeps });
+        return (rows > 0).then_some(AtOnce { rows, keeps });
     }
-    let _ = (path, dtype);
+    let _ = (path, dtype, k);
     None
 }
 

@@ -32,33 +32,53 @@ impl Llama {
             .args(arguments);
         let output = command.output()?;
         let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "llama-bench failed: {said}");
+        ensure!(
+            output.status.success(),
+            "{}; it said {:?}",
+            output.status,
+            said.trim()
+        );
         Ok(output.stdout)
     }
 
     /// Tokens per second of reading a prompt of so many tokens (`-p`), or of drawing so many after none (`-n`).
-    fn rate(&self, model: &Path, prompt: usize, tokens: usize) -> Result<f64> {
+    fn rate(&self, model: &Path, prompt: usize, tokens: usize) -> Option<f64> {
         let (prompt, tokens) = (prompt.to_string(), tokens.to_string());
-        let json = self.run(model, &["-p", &prompt, "-n", &tokens])?;
-        let tests: serde_json::Value = serde_json::from_slice(&json)?;
-        let rate = tests.get(0).and_then(|test| test.get("avg_ts")?.as_f64());
-        rate.context("llama-bench says no avg_ts")
+        let rate = || {
+            let json = self.run(model, &["-p", &prompt, "-n", &tokens])?;
+            let tests: serde_json::Value = serde_json::from_slice(&json)?;
+            let rate = tests.get(0).and_then(|test| test.get("avg_ts")?.as_f64());
+            rate.context("it says no avg_ts")
+        };
+        self.or_without(rate())
     }
 
-    /// Tokens per second of reading a prompt of so many tokens.
-    pub fn prefill(&self, model: &Path, tokens: usize) -> Result<f64> {
+    /// Nothing where it failed, as its builds with AMX do with a prompt: the other figures are still worth having.
+    fn or_without(&self, measured: Result<f64>) -> Option<f64> {
+        measured
+            .inspect_err(|e| {
+                eprintln!(
+                    "{}: {e}; nothing is compared with it",
+                    self.program.display()
+                )
+            })
+            .ok()
+    }
+
+    /// Tokens per second of reading a prompt of so many tokens; nothing where it fails.
+    pub fn prefill(&self, model: &Path, tokens: usize) -> Option<f64> {
         self.rate(model, tokens, 0)
     }
 
-    /// Tokens per second of drawing so many, one after another.
-    pub fn decode(&self, model: &Path, tokens: usize) -> Result<f64> {
+    /// Tokens per second of drawing so many, one after another; nothing where it fails.
+    pub fn decode(&self, model: &Path, tokens: usize) -> Option<f64> {
         self.rate(model, 0, tokens)
     }
 
-    /// Seconds of a whole run that loads the model and computes one token.
-    pub fn load(&self, model: &Path) -> Result<f64> {
+    /// Seconds of a whole run that loads the model and computes one token; nothing where it fails.
+    pub fn load(&self, model: &Path) -> Option<f64> {
         let start = Instant::now();
-        self.run(model, &["-p", "0", "-n", "1", "--no-warmup"])?;
-        Ok(start.elapsed().as_secs_f64())
+        let run = self.run(model, &["-p", "0", "-n", "1", "--no-warmup"]);
+        self.or_without(run.map(|_| start.elapsed().as_secs_f64()))
     }
 }

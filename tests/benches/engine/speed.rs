@@ -31,15 +31,14 @@ pub async fn decode(bench: &Bench, served: &Served, model: &Model, stored: Store
         read = read.max(limit);
         shares.push(rate * model.size.bytes_per_token as f64 / limit);
         rates.push(rate);
-        if let Some(llama) = &bench.llama {
-            beside.push(rate / llama.decode(model.path(), TOKENS)?);
-        }
+        let llama = bench.llama.as_ref();
+        beside.extend(llama.and_then(|l| Some(rate / l.decode(model.path(), TOKENS)?)));
     }
     let name = format!("decode_{}", stored.name);
     let unit = "of reading the weights";
     bench.figure(&name, shares, unit, Goal::AtLeast(0.88));
     bench.figure(&format!("{name}_rate"), rates, "tokens/s", Goal::None);
-    if bench.llama.is_some() {
+    if !beside.is_empty() {
         let goal = match (read > NEWER, stored.quantised) {
             (false, true) => 1.4,
             (false, false) => 1.15,
@@ -68,9 +67,8 @@ pub async fn prefill(bench: &Bench, served: &Served, model: &Model, stored: Stor
         let rate = PROMPT as f64 / seconds;
         shares.push(operations / seconds / limit);
         rates.push(rate);
-        if let Some(llama) = &bench.llama {
-            beside.push(rate / llama.prefill(model.path(), PROMPT)?);
-        }
+        let llama = bench.llama.as_ref();
+        beside.extend(llama.and_then(|l| Some(rate / l.prefill(model.path(), PROMPT)?)));
     }
     let name = format!("prefill_{}", stored.name);
     let (unit, goal) = match stored.quantised {
@@ -81,7 +79,7 @@ pub async fn prefill(bench: &Bench, served: &Served, model: &Model, stored: Stor
     };
     bench.figure(&name, shares, unit, Goal::AtLeast(goal));
     bench.figure(&format!("{name}_rate"), rates, "tokens/s", Goal::None);
-    if bench.llama.is_some() {
+    if !beside.is_empty() {
         let name = format!("{name}_llama");
         bench.figure(&name, beside, "of llama.cpp's", Goal::AtLeast(3.0));
     }
@@ -100,8 +98,8 @@ pub async fn small(bench: &Bench) -> Result<()> {
         let rate_whole = served.together(1, options(2 * TOKENS)).await?;
         let prompt = prompt(round, SHORT, model.vocabulary);
         let rate = rate(&[direct.stream(prompt, 2 * TOKENS).await?])?;
-        if let Some(llama) = &bench.llama {
-            let peer = llama.decode(model.path(), 2 * TOKENS)?;
+        let llama = bench.llama.as_ref();
+        if let Some(peer) = llama.and_then(|l| l.decode(model.path(), 2 * TOKENS)) {
             whole_beside.push(rate_whole / peer);
             beside.push(rate / peer);
         }
@@ -110,7 +108,7 @@ pub async fn small(bench: &Bench) -> Result<()> {
     }
     bench.figure("small_decode", whole, "tokens/s", Goal::None);
     bench.figure("small_decode_engine", engine, "tokens/s", Goal::None);
-    if bench.llama.is_some() {
+    if !beside.is_empty() {
         let (unit, goal) = ("of llama.cpp's", Goal::AtLeast(1.25));
         bench.figure("small_decode_llama", whole_beside, unit, Goal::None);
         bench.figure("small_decode_engine_llama", beside, unit, goal);

@@ -30,8 +30,14 @@ pub(super) struct Job {
     pub rows: usize,
     /// [`room`].
     pub room: *mut Room,
-    /// Which activations this thread has in memory of its own.
+    /// Which activations this thread has in memory of its own. Nobody else's.
+    #[cfg_attr(
+        not(all(target_arch = "x86_64", target_os = "linux")),
+        allow(dead_code, reason = "AMX alone makes something of activations")
+    )]
     pub kept: *mut Brought,
+    /// Whether packed weights are asked for from several pages in turn.
+    pub pages: bool,
     /// Output 0 of row 0, and outputs from row to row.
     pub out: *mut f32,
     pub out_stride: usize,
@@ -84,7 +90,7 @@ pub(super) unsafe fn run<S: Simd, F: Format, W: Place>(job: &Job) {
             // it is unpacked to memory.
             0 => {}
             // One panel is one long stream of memory, which is the fastest; sums of plain numbers wait for each other.
-            1 if W::PACKED && F::PLAIN => few_rows::<S, F, W, 1, 2>(job),
+            1 if W::PACKED && F::PLAIN && !job.pages => few_rows::<S, F, W, 1, 2>(job),
             1 => few_rows::<S, F, W, 1, 1>(job),
             2..5 => few_rows::<S, F, W, 4, 1>(job),
             5..9 if S::WIDE && F::FEW > 4 && (W::PACKED || F::LEN < 256) => {
@@ -116,7 +122,7 @@ pub(super) unsafe fn run<S: Simd, F: Format, W: Place>(job: &Job) {
 #[inline(always)]
 unsafe fn panel_of(job: &Job, first: usize) -> Panel {
     // SAFETY: the caller's promise.
-    unsafe { Panel::of(job.w, job.stride, &job.n, first) }
+    unsafe { Panel::of(job.w, job.stride, &job.n, first).with_pages(job.pages) }
 }
 
 /// `P` panels from output `first` on. Where there is none, the first one once more, to be computed along and stored nowhere.

@@ -1,5 +1,10 @@
 //! What a path makes of activations, kept from one piece of a product to the next.
 
+#![cfg_attr(
+    not(all(target_arch = "x86_64", target_os = "linux")),
+    allow(dead_code, reason = "AMX alone makes something of activations")
+)]
+
 use std::cell::Cell;
 use std::marker::PhantomData;
 
@@ -49,5 +54,39 @@ impl Brought {
         *latest = Time(time);
         *self = Self { time, ..wanted };
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_was_brought_last_is_there() {
+        let (mut one, mut other) = (Kept::default().brought, Kept::default().brought);
+        let (mut room, mut second) = (Time::default(), Time::default());
+        let at = |address: usize| std::ptr::without_provenance::<u8>(address);
+        assert!(one.renew(&mut room, at(64), 16, 32));
+        assert!(!one.renew(&mut room, at(64), 16, 32));
+        // Another room, whose memory is its own.
+        assert!(one.renew(&mut second, at(64), 16, 32));
+        assert!(one.renew(&mut room, at(64), 16, 32));
+        // Other activations.
+        assert!(one.renew(&mut room, at(128), 16, 32));
+        assert!(one.renew(&mut room, at(128), 17, 32));
+        assert!(one.renew(&mut room, at(128), 17, 64));
+        assert!(!one.renew(&mut room, at(128), 17, 64));
+        // Somebody else's between.
+        assert!(other.renew(&mut room, at(128), 17, 64));
+        assert!(one.renew(&mut room, at(128), 17, 64));
+        assert!(other.renew(&mut room, at(128), 17, 64));
+        // Nothing was brought yet.
+        let mut nothing = Brought {
+            first: 64,
+            rows: 16,
+            k: 32,
+            ..Brought::default()
+        };
+        assert!(nothing.renew(&mut Time::default(), at(64), 16, 32));
     }
 }

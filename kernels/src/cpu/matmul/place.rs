@@ -16,7 +16,7 @@ use std::ops::Range;
 
 use super::format::Format;
 use super::simd::Simd;
-use crate::cpu::{lanes::LANES, path};
+use crate::cpu::lanes::LANES;
 
 /// Where a block has a number that is not part of a word.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -58,6 +58,8 @@ pub(super) struct Panel {
     pub stride: usize,
     /// Rows there are; the others are read as zeros.
     pub rows: usize,
+    /// Whether a packed one is asked for from several pages in turn.
+    pub pages: bool,
 }
 
 /// A block's bytes of sixteen rows: where rows or elements are missing, what there is gets copied
@@ -109,7 +111,7 @@ const fn ahead<F: Format>() -> usize {
 /// The same in packed panels, together: what memory delivers while it is waited for once.
 const PACKED_AHEAD: usize = 8192;
 
-/// Pages whose lines are asked for in turn where that is [faster](path::reads_pages), and how far ahead then: past all of them.
+/// Pages whose lines are asked for in turn where that is [faster](crate::cpu::path::reads_pages), and how far ahead then: past all of them.
 const PAGES: usize = 4;
 const PAGE_LINES: usize = 64;
 const PAGES_AHEAD: usize = PAGES * PAGE_LINES * 64;
@@ -288,7 +290,8 @@ impl Place for Packed {
     ) -> Self {
         let (words, numbers) = packed_block(F::BESIDE, F::BYTES, panel.stride, b);
         let lead = F::BESIDE.lead();
-        let pages = P > 0 && path::reads_pages();
+        // Of one stream: two would have twice as many lines in a cache.
+        let pages = P == 1 && panel.pages;
         let ahead = match P {
             0 => 0,
             _ if pages => PAGES_AHEAD,
@@ -378,7 +381,13 @@ impl Panel {
             w: unsafe { w.add(there * stride) },
             stride,
             rows: (n.end - there).min(LANES),
+            pages: false,
         }
+    }
+
+    #[inline(always)]
+    pub fn with_pages(self, pages: bool) -> Panel {
+        Panel { pages, ..self }
     }
 
     /// # Safety
@@ -407,21 +416,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_lines_of_the_pages_are_asked_for_once_and_before_they_are_read() {
+    fn lines_are_asked_for_once_from_four_pages_and_before_they_are_read() {
         let start = 5 * PAGES_AHEAD;
-        let lines = PAGES * PAGE_LINES;
+        let lines = 2 * PAGES * PAGE_LINES;
         let asked: Vec<usize> = (0..lines)
             .map(|line| in_turn(std::ptr::without_provenance(start + 64 * line)).addr())
             .collect();
-        for (line, at) in asked.iter().enumerate() {
-            // It is asked for while what is read is so far behind.
-            let read = start - PAGES_AHEAD + 64 * line;
-            assert!(*at > read, "line {line}");
-        }
+        // What is read meanwhile is so far behind.
+        let far = |(line, at): (usize, &usize)| at - (start - PAGES_AHEAD + 64 * line);
+        let far: Vec<usize> = asked.iter().enumerate().map(far).collect();
+        assert_eq!(far.iter().min(), Some(&(4096 + 192)));
+        assert_eq!(far.iter().max(), Some(&(7 * 4096 - 192)));
         let pages: Vec<usize> = asked.iter().take(8).map(|at| (at - start) / 4096).collect();
         assert_eq!(pages, [0, 1, 2, 3, 0, 1, 2, 3]);
         let mut all = asked;
         all.sort_unstable();
         assert!(all.into_iter().eq((start..).step_by(64).take(lines)));
+        let within = in_turn(std::ptr::without_provenance(start + 64 + 63)).addr();
+        assert_eq!(within, start + 4096);
     }
 }

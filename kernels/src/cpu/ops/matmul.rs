@@ -118,10 +118,13 @@ impl Bands {
     fn of(rows: usize, at_once: Option<AtOnce>) -> Self {
         let (height, kept) = match at_once {
             None => (rows, false),
-            // As many in each, so that none has but a few, in whole tiles.
+            // About as many in each, in whole tiles unless the last one had hardly any then.
             Some(AtOnce { rows: most, keeps }) => {
                 let bands = rows.div_ceil(most.max(1));
-                (rows.div_ceil(bands).next_multiple_of(LANES), keeps)
+                let even = rows.div_ceil(bands);
+                let tiles = even.next_multiple_of(LANES);
+                let last = rows.saturating_sub(tiles * (bands - 1));
+                (if last < LANES { even } else { tiles }, keeps)
             }
         };
         Self {
@@ -149,7 +152,7 @@ struct Cut {
 }
 
 impl Cut {
-    /// Of `n` columns, in pieces of at most `most` of them for so many parts; all are a multiple of `least`.
+    /// Of `n` columns, in pieces of at most `most` of them for so many parts. They are a multiple of `least` where `most` is.
     fn new(bands: Bands, n: usize, (most, least): (usize, usize), parts: usize) -> Self {
         let wide = n.next_multiple_of(least);
         let share = bands.count * wide / (parts * TAKEN_BY_PART);
@@ -198,7 +201,7 @@ impl Taken {
     }
 }
 
-/// Columns of a product as parts take them: large pieces, and small ones at the end.
+/// Columns of a product, or of all its bands one after another, as parts take them: large pieces, and small ones at the end.
 #[derive(Clone, Copy, Debug)]
 struct Pieces {
     n: usize,
@@ -381,7 +384,12 @@ impl Kernel for Multiply {
                     None => TAKEN_COLUMNS,
                     Some(scaled) => TAKEN_COLUMNS.max(scaled.together()),
                 };
-                let bands = Bands::of(rows, rows_at_once(run.path, self.dtype));
+                let at_once = rows_at_once(run.path, self.dtype, self.k).map(|at_once| AtOnce {
+                    // Scales go into the activations, or the product is cut along them.
+                    keeps: at_once.keeps && self.scaled.is_none(),
+                    ..at_once
+                });
+                let bands = Bands::of(rows, at_once);
                 let cut = Cut::new(bands, self.n, (columns, least), parts);
                 loop {
                     let taken = cut.piece(run.take_piece());
@@ -494,6 +502,63 @@ fn mul_mat(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_row_is_multiplied_with_every_column_once() {
+        let kept = |rows| Some(AtOnce { rows, keeps: true });
+        let not = |rows| Some(AtOnce { rows, keeps: false });
+        for at_once in [None, kept(144), kept(288), kept(16), not(96), not(16)] {
+            for rows in [32, 33, 150, 481, 512] {
+                for (n, most, least) in [
+                    (0, 256, 32),
+                    (1, 256, 32),
+                    (75, 256, 32),
+                    (2048, 512, 32),
+                    (300, 256, 48),
+                    (300, 256, 96),
+                ] {
+                    let bands = Bands::of(rows, at_once);
+                    let cut = Cut::new(bands, n, (most, least), [1, 2, 3, 16][rows % 4]);
+                    assert!(cut.piece(usize::MAX).is_empty());
+                    let mut times = vec![0; rows * n];
+                    let taken = (0..).map(|number| cut.piece(number));
+                    for (rows, columns) in taken
+                        .take_while(|taken| !taken.is_empty())
+                        .flat_map(|taken| cut.products(taken))
+                    {
+                        let what = format!("{rows:?}, {columns:?} of {cut:?}");
+                        let whole = |column: usize| column == n || column.is_multiple_of(LANES);
+                        assert!(whole(columns.start) && whole(columns.end), "{what}");
+                        assert!(at_once.is_none_or(|a| rows.len() <= a.rows), "{what}");
+                        for row in rows {
+                            for column in columns.clone() {
+                                times[row * n + column] += 1;
+                            }
+                        }
+                    }
+                    assert!(times.iter().all(|&t| t == 1), "{cut:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_part_stays_with_the_rows_it_has_made_something_of() {
+        let at_once = Some(AtOnce {
+            rows: 144,
+            keeps: true,
+        });
+        let cut = Cut::new(Bands::of(512, at_once), 2048, (4096, 32), 2);
+        let mut bands = Vec::new();
+        for number in 0.. {
+            let taken = cut.piece(number);
+            if taken.is_empty() {
+                break;
+            }
+            bands.extend(cut.products(taken).map(|(rows, _)| rows.start / 128));
+        }
+        assert!(bands.is_sorted(), "{bands:?}");
+    }
 
     #[test]
     fn pieces_are_all_columns_once_and_the_last_ones_are_small() {

@@ -31,7 +31,7 @@ const ROOM_LINES: usize = 1 << 14;
 const LEAST: usize = 9;
 
 /// Rows that are multiplied at a time at most.
-pub(in super::super) const ROWS: usize = RESTING;
+const ROWS: usize = RESTING;
 
 /// Sums of a sub-block: of each row those with sixteen outputs.
 type Dots = [[i32; LANES]; GROUP];
@@ -64,7 +64,13 @@ thread_local! {
 /// Groups of rows of `k` activations for which there is room.
 fn groups(k: usize) -> usize {
     let lines = k.div_ceil(STEP).max(1).saturating_mul(STEP_LINES);
-    (ROOM_LINES / lines).min(RESTING / GROUP)
+    (ROOM_LINES / lines).min(ROWS / GROUP)
+}
+
+/// Rows of `k` that are multiplied at a time; none where tiles are not used.
+pub(in super::super) fn rows(k: usize) -> usize {
+    let rows = groups(k) * GROUP;
+    if rows < LEAST { 0 } else { rows }
 }
 
 /// Does the job.

@@ -38,7 +38,7 @@ const ROOM_LINES: usize = 1 << 14;
 const LEAST: usize = 32;
 
 /// Rows that are multiplied at a time at most.
-pub(in super::super) const ROWS: usize = 288;
+const ROWS: usize = 288;
 
 /// Panels of which a block is unpacked at a time: activations that are in the first-level cache are multiplied with each, and
 /// with what is read meanwhile it has no room for more.
@@ -228,6 +228,12 @@ struct Unpacked<F: Scaled> {
 fn groups(k: usize) -> usize {
     let lines = k.div_ceil(STEP).max(1).saturating_mul(GROUP);
     (ROOM_LINES / lines).min(ROWS / GROUP)
+}
+
+/// Rows of `k` that are multiplied at a time; none where tiles are not used.
+pub(in super::super) fn rows(k: usize) -> usize {
+    let rows = groups(k) * GROUP;
+    if rows < LEAST { 0 } else { rows }
 }
 
 /// Does the job.
