@@ -69,8 +69,7 @@ fn groups(k: usize) -> usize {
 
 /// Rows of `k` that are multiplied at a time; none where tiles are not used.
 pub(in super::super) fn rows(k: usize) -> usize {
-    let rows = groups(k) * GROUP;
-    if rows < LEAST { 0 } else { rows }
+    groups(k) * GROUP
 }
 
 /// Does the job.
