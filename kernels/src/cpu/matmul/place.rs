@@ -114,15 +114,14 @@ const PACKED_AHEAD: usize = 8192;
 /// Pages whose lines are asked for in turn where that is [faster](crate::cpu::path::reads_pages), and how far ahead then: past all of them.
 const PAGES: usize = 4;
 const PAGE_LINES: usize = 64;
-const PAGES_AHEAD: usize = PAGES * PAGE_LINES * 64;
+pub(super) const PAGES_AHEAD: usize = PAGES * PAGE_LINES * 64;
 
-/// The line that is asked for in the place of the one at an address: so many pages' lines in turn, of each page one.
+/// The line that is asked for in the place of the one at an address, or so far from a beginning: so many pages' lines in turn, of
+/// each page one.
 #[inline(always)]
-fn in_turn(at: *const u8) -> *const u8 {
-    at.map_addr(|at| {
-        let (start, line) = (at / PAGES_AHEAD * PAGES_AHEAD, at % PAGES_AHEAD / 64);
-        start + (line % PAGES * PAGE_LINES + line / PAGES) * 64
-    })
+pub(super) fn in_turn(at: usize) -> usize {
+    let (start, line) = (at / PAGES_AHEAD * PAGES_AHEAD, at % PAGES_AHEAD / 64);
+    start + (line % PAGES * PAGE_LINES + line / PAGES) * 64
 }
 
 /// Rows as the file has them, `stride` bytes apart.
@@ -360,7 +359,7 @@ impl Place for Packed {
         let lines = (LANES * F::BYTES).div_ceil(64);
         for i in lines * part / parts..lines * (part + 1) / parts {
             let at = self.ahead.wrapping_add(64 * i);
-            let at = if self.pages { in_turn(at) } else { at };
+            let at = if self.pages { at.map_addr(in_turn) } else { at };
             // SAFETY: see the impl.
             unsafe { S::prefetch_near(at) };
         }
@@ -419,9 +418,7 @@ mod tests {
     fn lines_are_asked_for_once_from_four_pages_and_before_they_are_read() {
         let start = 5 * PAGES_AHEAD;
         let lines = 2 * PAGES * PAGE_LINES;
-        let asked: Vec<usize> = (0..lines)
-            .map(|line| in_turn(std::ptr::without_provenance(start + 64 * line)).addr())
-            .collect();
+        let asked: Vec<usize> = (0..lines).map(|line| in_turn(start + 64 * line)).collect();
         // What is read meanwhile is so far behind.
         let far = |(line, at): (usize, &usize)| at - (start - PAGES_AHEAD + 64 * line);
         let far: Vec<usize> = asked.iter().enumerate().map(far).collect();
@@ -432,7 +429,7 @@ mod tests {
         let mut all = asked;
         all.sort_unstable();
         assert!(all.into_iter().eq((start..).step_by(64).take(lines)));
-        let within = in_turn(std::ptr::without_provenance(start + 64 + 63)).addr();
+        let within = in_turn(start + 64 + 63);
         assert_eq!(within, start + 4096);
     }
 }

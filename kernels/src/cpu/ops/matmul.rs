@@ -96,12 +96,12 @@ const PIECE_COLUMNS: usize = 256;
 /// Rows from which on parts take one piece after another, so that one on a slower processor has fewer of them. With fewer
 /// rows a part's weights are one long stream of memory.
 const TAKEN_ROWS: usize = 32;
-/// Pieces for each part, about, and columns of one: whole tiles of panels. The last of each part's are cut into so many, for
-/// which others wait less.
-const TAKEN_BY_PART: usize = 8;
+/// Columns of a piece are a multiple of this, where they can be: whole tiles of panels.
 const TAKEN_COLUMNS: usize = 32;
-const LAST_BY_PART: usize = 2;
-const SMALLER: usize = 4;
+/// Of what is left a piece is one part's share divided by this, so that a part has long streams of memory at first, and at the
+/// end others wait little for one on a slower processor; but no less than so many tiles of panels.
+const TAKEN_SHARE: usize = 2;
+const TAKEN_LEAST: usize = 2;
 
 /// Rows of a product that are multiplied at a time.
 #[derive(Clone, Copy, Debug)]
@@ -155,15 +155,18 @@ impl Cut {
     /// Of `n` columns, in pieces of at most `most` of them for so many parts. They are a multiple of `least` where `most` is.
     fn new(bands: Bands, n: usize, (most, least): (usize, usize), parts: usize) -> Self {
         let wide = n.next_multiple_of(least);
-        let share = bands.count * wide / (parts * TAKEN_BY_PART);
-        let share = share.next_multiple_of(least).max(least).min(most);
         // Where a band's activations are kept, a part stays with the band. Else pieces of the same weights follow each other.
         let all = if bands.kept { bands.count * wide } else { n };
         Self {
             bands,
             n,
             wide,
-            pieces: Pieces::new(all, (share, least), parts),
+            pieces: Pieces {
+                n: all,
+                most,
+                least,
+                parts,
+            },
         }
     }
 
@@ -201,39 +204,32 @@ impl Taken {
     }
 }
 
-/// Columns of a product, or of all its bands one after another, as parts take them: large pieces, and small ones at the end.
+/// Columns of a product, or of all its bands one after another, as parts take them: large pieces, and smaller and smaller ones.
 #[derive(Clone, Copy, Debug)]
 struct Pieces {
     n: usize,
-    columns: usize,
-    /// Pieces of so many; those after them have `fewer`.
-    large: usize,
-    fewer: usize,
+    /// A piece has at most so many, and a multiple of the other (both above 0).
+    most: usize,
+    least: usize,
+    parts: usize,
 }
 
 impl Pieces {
-    /// Of `n` columns, of which pieces have `columns`, or a multiple of `least` (both above 0).
-    fn new(n: usize, (columns, least): (usize, usize), parts: usize) -> Self {
-        let fewer = (columns / SMALLER).max(1).next_multiple_of(least);
-        Self {
-            n,
-            columns,
-            large: n.div_ceil(columns).saturating_sub(LAST_BY_PART * parts),
-            fewer: fewer.min(columns),
-        }
-    }
-
     /// Those of a piece; none after the last.
     fn range(&self, number: usize) -> Range<usize> {
-        let small = number.saturating_sub(self.large);
-        let start = (number.min(self.large) * self.columns)
-            .saturating_add(small.saturating_mul(self.fewer))
-            .min(self.n);
-        let columns = match number < self.large {
-            true => self.columns,
-            false => self.fewer,
-        };
-        start..self.n.min(start.saturating_add(columns))
+        let mut range = 0..0;
+        for _ in 0..=number {
+            let left = self.n - range.end;
+            let share = left / (self.parts * TAKEN_SHARE);
+            let columns = share
+                .next_multiple_of(self.least)
+                .max(TAKEN_LEAST * self.least);
+            range = range.end..range.end + columns.min(self.most).min(left);
+            if left == 0 {
+                break;
+            }
+        }
+        range
     }
 }
 
@@ -562,11 +558,16 @@ mod tests {
 
     #[test]
     fn pieces_are_all_columns_once_and_the_last_ones_are_small() {
-        let cut = |n, columns, parts| {
-            let pieces = Pieces::new(n, (columns, 32), parts);
+        let cut = |n, columns, parts| -> Vec<Range<usize>> {
+            let pieces = Pieces {
+                n,
+                most: columns,
+                least: 32,
+                parts,
+            };
             let all = (0..).map(|number| pieces.range(number));
-            all.take_while(|piece| !piece.is_empty())
-                .collect::<Vec<_>>()
+            assert!(pieces.range(usize::MAX).is_empty());
+            all.take_while(|piece| !piece.is_empty()).collect()
         };
         for n in [1, 31, 32, 33, 256, 2048, 2560, 11_264, 32_003] {
             for columns in [32, 64, 160, 704] {
@@ -581,12 +582,16 @@ mod tests {
                 }
             }
         }
-        let lengths: Vec<usize> = cut(2048, 128, 2).into_iter().map(|p| p.len()).collect();
+        let lengths = |columns| -> Vec<usize> {
+            cut(2048, columns, 2).into_iter().map(|p| p.len()).collect()
+        };
         assert_eq!(
-            (&lengths[..12], &lengths[12..]),
-            (&[128; 12][..], &[32; 16][..])
+            lengths(4096),
+            [512, 384, 288, 224, 160, 128, 96, 64, 64, 64, 64]
         );
-        let past = Pieces::new(2048, (128, 32), 2).range(usize::MAX);
-        assert!(past.is_empty());
+        assert_eq!(
+            lengths(256),
+            [256, 256, 256, 256, 256, 192, 160, 128, 96, 64, 64, 64]
+        );
     }
 }

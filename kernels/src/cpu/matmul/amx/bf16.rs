@@ -1,8 +1,9 @@
 //! BF16 weights by AMX: tiles of sixteen rows by 64 bytes, and one instruction that multiplies two of them.
 //!
-//! The instruction multiplies BF16 with BF16. An activation is therefore cut into three BF16 numbers whose sum it is, exactly:
-//! its first eight significant bits, the next eight, the last eight. Each row of activations is three rows of tiles then, of
-//! which each is summed by itself, in the order that [`matmul`](super::super) documents.
+//! The instruction multiplies BF16 with BF16. An activation is therefore cut into two BF16 numbers, the nearest one and what is
+//! nearest to the rest: of its 24 significant bits 17 or more are there, and what is lost is as much as the sum of some thousand
+//! products loses by rounding. Each row of activations is two rows of tiles then, of which each is summed by itself, in the order
+//! that [`matmul`](super::super) documents.
 //!
 //! Weights are the second operand, whose layout (pairs of `k`, sixteen outputs side by side) is that of a packed panel. Rows as
 //! the file has them are brought into it on the way.
@@ -14,7 +15,8 @@ use std::mem::MaybeUninit;
 use super::super::avx512::Avx512;
 use super::super::drive::{self, Job};
 use super::super::format::{BF16, Plain};
-use super::super::place::{Panel, Place, Stage};
+use super::super::kept::Time;
+use super::super::place::{PAGES_AHEAD, Panel, Place, Stage, in_turn};
 use super::super::simd::Simd;
 use super::{Config, LINE, Line, TILE, configure, release, tile, zeros};
 use crate::cpu::lanes::LANES;
@@ -23,10 +25,10 @@ use crate::cpu::lanes::LANES;
 const STEP: usize = LINE / 2;
 
 /// BF16 numbers that make an activation.
-const PARTS: usize = 3;
+const PARTS: usize = 2;
 
 /// Rows of activations that are multiplied together: three tiles.
-const GROUP: usize = LANES;
+const GROUP: usize = 3 * LANES / PARTS;
 
 /// Lines of a group's activations in one step.
 const LINES: usize = GROUP * PARTS;
@@ -34,15 +36,19 @@ const LINES: usize = GROUP * PARTS;
 /// Panels that are multiplied together.
 const PANELS: usize = 2;
 
-/// What a chunk of activations may take of the second-level cache: rows in groups, and lines of those.
-const MOST_GROUPS: usize = 6;
-const CHUNK: usize = 32;
+/// Rows that go through the weights together at most: of a model's step.
+const ROWS: usize = 128;
+const MOST_GROUPS: usize = ROWS.div_ceil(GROUP);
 
-/// Rows that go through the weights together at most.
-pub(in super::super) const ROWS: usize = MOST_GROUPS * GROUP;
+/// Lines of activations for which there is room, and how many are read again and again at a time: half of a second-level cache.
+const ROOM_LINES: usize = 1 << 16;
+const CHUNK_LINES: usize = 1 << 14;
+
+/// Steps of weights that are brought into the layout of a panel at a time.
+const BROUGHT_STEPS: usize = 192;
 
 /// Sums of panels and groups that rest between chunks.
-const MOST_SUMS: usize = 32 * MOST_GROUPS;
+const MOST_SUMS: usize = 16 * MOST_GROUPS;
 
 /// Sums of a group of rows with [`PANELS`] panels.
 type Sums = [[[f32; LANES]; LINES]; PANELS];
@@ -50,10 +56,12 @@ type Sums = [[[f32; LANES]; LINES]; PANELS];
 /// What a thread keeps while it multiplies.
 #[repr(C, align(64))]
 struct Room {
+    /// When the activations were brought.
+    brought: Time,
     /// Activations in parts: of each group the steps, of each step the lines of its rows.
-    x: [Line; MOST_GROUPS * CHUNK * LINES],
+    x: [Line; ROOM_LINES],
     /// Weights brought into the layout of a panel.
-    w: [[Line; LANES]; PANELS * CHUNK * MOST_GROUPS],
+    w: [[Line; LANES]; PANELS * BROUGHT_STEPS],
     sums: [Sums; MOST_SUMS],
 }
 
@@ -64,6 +72,12 @@ thread_local! {
 
 /// Weights as the instruction wants them, from where they lie.
 type Weights = Plain<BF16, 2>;
+
+/// Rows of `k` that are multiplied at a time, and whether all of them have room at once.
+pub(in super::super) fn rows(k: usize) -> (usize, bool) {
+    let fit = ROOM_LINES / k.div_ceil(STEP).max(1) / PARTS / LANES * LANES;
+    (fit.clamp(LANES, ROWS), fit > 0)
+}
 
 /// Does the job.
 ///
@@ -77,7 +91,16 @@ pub(in super::super) unsafe fn run<W: Place>(job: &Job) {
     unsafe {
         let room = (*ROOM.with(UnsafeCell::get)).get_or_insert_with(|| zeros());
         configure(&CONFIG);
-        all::<W>(job, room);
+        let (most, fit) = rows(job.k);
+        for first in (0..job.rows).step_by(most) {
+            let rows = Rows {
+                first,
+                count: (job.rows - first).min(most),
+                steps: job.k.div_ceil(STEP),
+                fit,
+            };
+            all::<W>(job, &rows, room);
+        }
         release();
     }
 }
@@ -85,48 +108,55 @@ pub(in super::super) unsafe fn run<W: Place>(job: &Job) {
 /// All eight tiles are whole: rows that do not exist are multiplied along, and read by nobody.
 static CONFIG: Config = Config::new([[LANES as u8, LINE as u8]; 8]);
 
+/// Multiplies rows with all panels.
+///
 /// # Safety
 ///
 /// As for [`run`].
 #[inline(always)]
-unsafe fn all<W: Place>(job: &Job, room: &mut Room) {
-    let steps = job.k.div_ceil(STEP);
-    let mut row = 0;
-    while row < job.rows {
-        let rows = Rows::of(job, row);
-        let most = CHUNK * MOST_GROUPS * LINES / rows.lines();
-        let most = if W::PACKED {
-            most
-        } else {
-            most.min(CHUNK * MOST_GROUPS)
-        };
-        let width = if steps > most {
-            PANELS * LANES * (MOST_SUMS / rows.groups())
-        } else {
-            usize::MAX
+unsafe fn all<W: Place>(job: &Job, rows: &Rows, room: &mut Room) {
+    // SAFETY: the caller's promise; the rows have room, or those of a chunk have, and so do the sums of the outputs that rest.
+    unsafe {
+        if rows.fit {
+            let x = job.x.add(rows.first * job.x_stride);
+            if (*job.kept).renew(&mut room.brought, x, rows.count, job.k) {
+                let whole = rows.whole();
+                for group in 0..rows.groups() {
+                    split_group(job, rows, group, &whole, room);
+                }
+            }
+        }
+        let chunks = Chunks::of::<W>(rows);
+        let width = match chunks.count {
+            1 => usize::MAX,
+            _ => PANELS * LANES * (MOST_SUMS / rows.groups()),
         };
         let mut first = job.n.start;
         while first < job.n.end {
             let end = job.n.end.min(first.saturating_add(width));
-            for start in (0..steps.max(1)).step_by(most) {
-                let chunk = Chunk {
-                    start,
-                    end: steps.min(start + most),
-                    last: start + most >= steps,
-                };
-                // SAFETY: the caller's promise; the chunk's lines fit into the room, and so do the sums of the outputs that rest.
-                unsafe {
+            for c in 0..chunks.count {
+                let chunk = chunks.chunk(c);
+                if !rows.fit {
+                    // What is there is nobody's any more.
+                    (*job.kept).renew(&mut room.brought, std::ptr::null(), 0, 0);
                     for group in 0..rows.groups() {
-                        split_group(job, &rows, group, &chunk, room);
+                        split_group(job, rows, group, &chunk, room);
                     }
-                    for (pair, output) in (first..end).step_by(PANELS * LANES).enumerate() {
-                        panels::<W>(job, &rows, &chunk, pair, output, room);
-                    }
+                }
+                for (pair, output) in (first..end).step_by(PANELS * LANES).enumerate() {
+                    let after = output + PANELS * LANES;
+                    let next = if after < end {
+                        (after, &chunk)
+                    } else if chunk.last {
+                        (end, &chunks.chunk(0))
+                    } else {
+                        (first, &chunks.chunk(c + 1))
+                    };
+                    panels::<W>(job, rows, &chunk, (pair, output), next, room);
                 }
             }
             first = end;
         }
-        row += rows.count;
     }
 }
 
@@ -134,14 +164,13 @@ unsafe fn all<W: Place>(job: &Job, room: &mut Room) {
 struct Rows {
     first: usize,
     count: usize,
+    /// Along `k`.
+    steps: usize,
+    /// Whether all of it has room.
+    fit: bool,
 }
 
 impl Rows {
-    fn of(job: &Job, first: usize) -> Rows {
-        let count = (job.rows - first).min(ROWS);
-        Rows { first, count }
-    }
-
     fn groups(&self) -> usize {
         self.count.div_ceil(GROUP)
     }
@@ -161,9 +190,58 @@ impl Rows {
         let last = self.groups() - 1;
         last * LINES + self.tiles(last) * LANES
     }
+
+    fn whole(&self) -> Chunk {
+        Chunk {
+            start: 0,
+            end: self.steps,
+            last: true,
+        }
+    }
+
+    /// The lines that the room has of a group, from the first step of a chunk on.
+    fn lines_of(&self, group: usize, chunk: &Chunk) -> usize {
+        let (steps, first) = match self.fit {
+            true => (self.steps, chunk.start),
+            false => (chunk.len(), 0),
+        };
+        group * LINES * steps + first * self.tiles(group) * LANES
+    }
 }
 
-/// Steps along `k` for which there is room.
+/// Steps along `k`, in chunks whose activations stay in a cache.
+struct Chunks {
+    steps: usize,
+    most: usize,
+    count: usize,
+}
+
+impl Chunks {
+    fn of<W: Place>(rows: &Rows) -> Chunks {
+        let most = CHUNK_LINES / rows.lines();
+        let most = if W::PACKED {
+            most
+        } else {
+            most.min(BROUGHT_STEPS)
+        };
+        Chunks {
+            steps: rows.steps,
+            most,
+            count: rows.steps.div_ceil(most).max(1),
+        }
+    }
+
+    fn chunk(&self, index: usize) -> Chunk {
+        let start = index * self.most;
+        Chunk {
+            start,
+            end: self.steps.min(start + self.most),
+            last: index + 1 == self.count,
+        }
+    }
+}
+
+/// Steps along `k`.
 struct Chunk {
     start: usize,
     end: usize,
@@ -173,11 +251,6 @@ struct Chunk {
 impl Chunk {
     fn len(&self) -> usize {
         self.end - self.start
-    }
-
-    /// Where a group's lines begin.
-    fn lines_of(&self, group: usize) -> usize {
-        group * LINES * self.len()
     }
 }
 
@@ -191,7 +264,7 @@ unsafe fn split_group(job: &Job, rows: &Rows, group: usize, chunk: &Chunk, room:
     // SAFETY: the caller's promise; lines past the activations' end become zeros.
     unsafe {
         let per_step = rows.tiles(group) * LANES;
-        let lines = room.x.as_mut_ptr().add(chunk.lines_of(group));
+        let lines = room.x.as_mut_ptr().add(rows.lines_of(group, chunk));
         for r in 0..rows.of_group(group) {
             let row = rows.first + group * GROUP + r;
             let x = job.x.add(row * job.x_stride).cast::<f32>();
@@ -221,8 +294,9 @@ unsafe fn split_group(job: &Job, rows: &Rows, group: usize, chunk: &Chunk, room:
     }
 }
 
-/// The parts of sixteen activations, in the upper half of each lane. Those of an infinity are itself and NaNs, of which nothing
-/// comes: see [`finish`].
+/// The parts of sixteen activations, in the upper half of each lane. The first is the nearest number of BF16 (of two as near the
+/// larger one), or where that would be an infinity the next smaller one; the second likewise of what is left. Those of an infinity
+/// are itself and a NaN, of which nothing comes: see [`finish`].
 ///
 /// # Safety
 ///
@@ -231,20 +305,18 @@ unsafe fn split_group(job: &Job, rows: &Rows, group: usize, chunk: &Chunk, room:
 unsafe fn split(x: __m512) -> [__m512i; PARTS] {
     // SAFETY: the caller's promise.
     unsafe {
+        const INFINITE: i32 = 0x08 | 0x10;
+        let half = _mm512_set1_epi32(0x8000);
         let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
-        let cut = |v| _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), upper));
-        let first = cut(x);
-        let rest = _mm512_sub_ps(x, first);
-        let second = cut(rest);
-        let third = _mm512_sub_ps(rest, second);
-        // A NaN whose upper half is an infinity's would be one.
+        let bits = _mm512_castps_si512(x);
+        let near = _mm512_and_si512(_mm512_add_epi32(bits, half), upper);
+        let too_large = _mm512_fpclass_ps_mask::<INFINITE>(_mm512_castsi512_ps(near));
+        let first = _mm512_mask_and_epi32(near, too_large, bits, upper);
+        // A NaN whose upper half is an infinity's would be one, and the sum above might have made anything of it.
         let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
-        let first = _mm512_mask_mov_ps(
-            first,
-            nan,
-            _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc0_0000)),
-        );
-        [first, second, third].map(|v| _mm512_castps_si512(v))
+        let first = _mm512_mask_mov_epi32(first, nan, _mm512_set1_epi32(0x7fc0_0000));
+        let rest = _mm512_sub_ps(x, _mm512_castsi512_ps(first));
+        [first, _mm512_add_epi32(_mm512_castps_si512(rest), half)]
     }
 }
 
@@ -265,7 +337,7 @@ unsafe fn upper_halves(a: __m512i, b: __m512i) -> __m512i {
     }
 }
 
-/// Multiplies all rows with the panels of output `output` and after it.
+/// Multiplies all rows with the panels of output `output` and after it. Those of `next` in its chunk come after them.
 ///
 /// # Safety
 ///
@@ -275,8 +347,8 @@ unsafe fn panels<W: Place>(
     job: &Job,
     rows: &Rows,
     chunk: &Chunk,
-    pair: usize,
-    output: usize,
+    (pair, output): (usize, usize),
+    (next, next_chunk): (usize, &Chunk),
     room: &mut Room,
 ) {
     // SAFETY: the caller's promise; panels stay inside the job's.
@@ -295,7 +367,7 @@ unsafe fn panels<W: Place>(
         if there == 1 {
             w[1] = w[0];
         }
-        let mut next = Next::of::<W>(job, chunk, output, rows.groups());
+        let mut next = Next::of::<W>(job, next_chunk, next, rows.groups());
         for group in 0..rows.groups() {
             let index = if chunk.last && chunk.start == 0 {
                 0
@@ -303,7 +375,7 @@ unsafe fn panels<W: Place>(
                 pair * rows.groups() + group
             };
             let work = Work {
-                x: room.x.as_ptr().add(chunk.lines_of(group)),
+                x: room.x.as_ptr().add(rows.lines_of(group, chunk)),
                 w,
                 steps: chunk.len(),
                 sums: &raw mut room.sums[index],
@@ -318,9 +390,9 @@ unsafe fn panels<W: Place>(
                 let sums = &room.sums[index];
                 for r in 0..rows.of_group(group) {
                     for p in 0..there {
-                        let [first, second, third] = [0, 1, 2]
-                            .map(|part| _mm512_loadu_ps(sums[p][r * PARTS + part].as_ptr()));
-                        let value = finish(first, second, third);
+                        let [first, second] =
+                            [0, 1].map(|part| _mm512_loadu_ps(sums[p][r * PARTS + part].as_ptr()));
+                        let value = finish(first, second);
                         let row = rows.first + group * GROUP + r;
                         drive::store::<Avx512>(job, &panels[p], output + LANES * p, row, value);
                     }
@@ -330,18 +402,18 @@ unsafe fn panels<W: Place>(
     }
 }
 
-/// The sum of the parts' sums. Where the first one is no number, it is the result: the others are made of what an infinity's parts
-/// are, or of an infinite weight and zeros.
+/// The sum of the parts' sums. Where the first one is no number, it is the result: the other is made of what an infinity's second
+/// part is, or of an infinite weight and zeros.
 ///
 /// # Safety
 ///
 /// As for [`Simd`].
 #[inline(always)]
-unsafe fn finish(first: __m512, second: __m512, third: __m512) -> __m512 {
+unsafe fn finish(first: __m512, second: __m512) -> __m512 {
     // SAFETY: the caller's promise.
     unsafe {
         const NO_NUMBER: i32 = 0x01 | 0x08 | 0x10 | 0x80;
-        let sum = _mm512_add_ps(first, _mm512_add_ps(second, third));
+        let sum = _mm512_add_ps(first, second);
         _mm512_mask_mov_ps(sum, _mm512_fpclass_ps_mask::<NO_NUMBER>(first), first)
     }
 }
@@ -362,7 +434,7 @@ unsafe fn bring<W: Place>(
     // SAFETY: the caller's promise; the panel has rows.
     unsafe {
         let mut stage = MaybeUninit::<Stage>::uninit();
-        let to = room.w.as_mut_ptr().add(p * CHUNK * MOST_GROUPS);
+        let to = room.w.as_mut_ptr().add(p * BROUGHT_STEPS);
         for step in chunk.start..chunk.end {
             let count = (job.k - step * STEP).min(STEP);
             let from = W::block::<Weights, 1>(panel, step, count, &mut stage);
@@ -377,27 +449,35 @@ unsafe fn bring<W: Place>(
     }
 }
 
-/// The packed weights that are multiplied next.
+/// The packed weights that are multiplied next, one panel after the other.
 struct Next {
-    at: [*const u8; PANELS],
-    /// Lines of each panel that are left, and how many to ask for in a step.
-    left: usize,
+    panel: *const u8,
+    /// From one panel to the next, and panels that have not begun.
+    stride: usize,
+    after: usize,
+    /// Lines of a panel, how many of the one at hand were asked for, and how many first ones are asked for [`in_turn`].
+    lines: usize,
+    asked: usize,
+    in_turn: usize,
+    /// Lines to ask for in a step.
     share: usize,
 }
 
 impl Next {
-    /// What comes after the panels of output `output`, in as many steps as `groups` of rows take.
+    /// The panels of output `output`, in as many steps as `groups` of rows take.
     #[inline(always)]
     fn of<W: Place>(job: &Job, chunk: &Chunk, output: usize, groups: usize) -> Next {
         let lines = if W::PACKED { chunk.len() * LANES } else { 0 };
-        let at = |p: usize| {
-            let row = output + LANES * (PANELS + p);
-            job.w.wrapping_add(row * job.stride + chunk.start * TILE)
-        };
+        // Whole pages, so that nothing is asked for that does not come next.
+        let pages = lines * LINE / PAGES_AHEAD * PAGES_AHEAD / LINE;
         Next {
-            at: [at(0), at(1)],
-            left: lines,
-            share: LANES.div_ceil(groups),
+            panel: job.w.wrapping_add(output * job.stride + chunk.start * TILE),
+            stride: LANES * job.stride,
+            after: PANELS - 1,
+            lines,
+            asked: 0,
+            in_turn: if job.pages { pages } else { 0 },
+            share: (PANELS * LANES).div_ceil(groups),
         }
     }
 
@@ -408,15 +488,19 @@ impl Next {
     /// As for [`Simd`].
     #[inline(always)]
     unsafe fn ask(&mut self) {
-        let share = self.share.min(self.left);
-        for at in &mut self.at {
-            for line in 0..share {
-                // SAFETY: prefetching is allowed anywhere.
-                unsafe { Avx512::prefetch(at.wrapping_add(LINE * line)) };
-            }
-            *at = at.wrapping_add(LINE * share);
+        let end = self.lines.min(self.asked + self.share);
+        for line in self.asked..end {
+            let at = LINE * line;
+            let at = if line < self.in_turn { in_turn(at) } else { at };
+            // SAFETY: prefetching is allowed anywhere.
+            unsafe { Avx512::prefetch(self.panel.wrapping_add(at)) };
         }
-        self.left -= share;
+        self.asked = end;
+        if end == self.lines && self.after > 0 {
+            self.after -= 1;
+            self.asked = 0;
+            self.panel = self.panel.wrapping_add(self.stride);
+        }
     }
 }
 
