@@ -494,6 +494,36 @@ fn product_of(
         .collect()
 }
 
+/// Sums rest while the rest of `k` is multiplied, of more outputs than rest at once, and of rows for which there is no room in
+/// one piece.
+#[test]
+fn long_rows_of_bf16_are_summed_in_one_order() {
+    let dtype = DType::BF16;
+    let mut random = Random(23);
+    for (n, k, rows) in [(560, 2112, 130), (600, 3008, 60), (20, 66_048, 35)] {
+        let w = random.weights(dtype, n, k);
+        let x = random.activations(rows * k);
+        let mut packed = vec![0; w.len()];
+        pack::pack(dtype, k, &w, &mut packed);
+        for path in CpuPath::available() {
+            let all = splits(n, 1);
+            let stored = product_of(path, dtype, &w, false, n, &x, rows, k, &all);
+            let of_packed = product_of(path, dtype, &packed, true, n, &x, rows, k, &all);
+            assert_eq!(bits(&of_packed), bits(&stored), "[{n}, {k}] on {path}");
+            for row in [0, rows / 3, rows - 1] {
+                let x = &x[row * k..][..k];
+                let one = product_of(path, dtype, &packed, true, n, x, 1, k, &all);
+                let out = &stored[row * n..][..n];
+                assert_eq!(bits(out), bits(&one), "row {row} of [{n}, {k}] on {path}");
+                for i in [0, 17, n - 1] {
+                    let expected = reference_on(path, dtype, &w[i * 2 * k..][..2 * k], x);
+                    assert_eq!(out[i].to_bits(), expected.to_bits(), "{row}, {i} on {path}");
+                }
+            }
+        }
+    }
+}
+
 /// What a thread keeps of activations is theirs: other ones come between, of the same rows and of others, and other dtypes.
 #[test]
 fn activations_that_are_kept_are_no_other_ones() {

@@ -23,6 +23,8 @@ pub(super) struct Brought {
     /// Which time it was that this thread brought any, from 1 on.
     time: u64,
     first: usize,
+    /// From one row to the next.
+    stride: usize,
     rows: usize,
     k: usize,
 }
@@ -36,12 +38,19 @@ thread_local! {
 pub(super) struct Time(u64);
 
 impl Brought {
-    /// Whether rows of `k` from address `first` on have to be brought into the room that was last filled at `latest`. If so
+    /// Whether rows of `k` from address `first` on, `stride` apart, have to be brought into the room that was last filled at `latest`. If so
     /// they are taken for brought from now on.
-    pub fn renew(&mut self, latest: &mut Time, first: *const u8, rows: usize, k: usize) -> bool {
+    pub fn renew(
+        &mut self,
+        latest: &mut Time,
+        (first, stride): (*const u8, usize),
+        rows: usize,
+        k: usize,
+    ) -> bool {
         let wanted = Self {
             time: latest.0,
             first: first.addr(),
+            stride,
             rows,
             k,
         };
@@ -65,7 +74,7 @@ mod tests {
     fn only_what_was_brought_last_is_there() {
         let (mut one, mut other) = (Kept::default().brought, Kept::default().brought);
         let (mut room, mut second) = (Time::default(), Time::default());
-        let at = |address: usize| std::ptr::without_provenance::<u8>(address);
+        let at = |address: usize| (std::ptr::without_provenance::<u8>(address), 64);
         assert!(one.renew(&mut room, at(64), 16, 32));
         assert!(!one.renew(&mut room, at(64), 16, 32));
         // Another room, whose memory is its own.
@@ -76,6 +85,8 @@ mod tests {
         assert!(one.renew(&mut room, at(128), 17, 32));
         assert!(one.renew(&mut room, at(128), 17, 64));
         assert!(!one.renew(&mut room, at(128), 17, 64));
+        assert!(one.renew(&mut room, (at(128).0, 128), 17, 64));
+        assert!(one.renew(&mut room, at(128), 17, 64));
         // Somebody else's between.
         assert!(other.renew(&mut room, at(128), 17, 64));
         assert!(one.renew(&mut room, at(128), 17, 64));
@@ -83,6 +94,7 @@ mod tests {
         // Nothing was brought yet.
         let mut nothing = Brought {
             first: 64,
+            stride: 64,
             rows: 16,
             k: 32,
             ..Brought::default()

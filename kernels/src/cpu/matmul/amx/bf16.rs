@@ -119,7 +119,7 @@ unsafe fn all<W: Place>(job: &Job, rows: &Rows, room: &mut Room) {
     unsafe {
         if rows.fit {
             let x = job.x.add(rows.first * job.x_stride);
-            if (*job.kept).renew(&mut room.brought, x, rows.count, job.k) {
+            if (*job.kept).renew(&mut room.brought, (x, job.x_stride), rows.count, job.k) {
                 let whole = rows.whole();
                 for group in 0..rows.groups() {
                     split_group(job, rows, group, &whole, room);
@@ -138,7 +138,7 @@ unsafe fn all<W: Place>(job: &Job, rows: &Rows, room: &mut Room) {
                 let chunk = chunks.chunk(c);
                 if !rows.fit {
                     // What is there is nobody's any more.
-                    (*job.kept).renew(&mut room.brought, std::ptr::null(), 0, 0);
+                    (*job.kept).renew(&mut room.brought, (std::ptr::null(), 0), 0, 0);
                     for group in 0..rows.groups() {
                         split_group(job, rows, group, &chunk, room);
                     }

@@ -257,7 +257,7 @@ pub(in super::super) unsafe fn run<F: Scaled, W: Place>(job: &Job) {
         for start in (0..job.rows).step_by(height) {
             let rows = start..job.rows.min(start + height);
             let x = job.x.add(start * job.x_stride);
-            if (*job.kept).renew(&mut room.brought, x, rows.len(), job.k) {
+            if (*job.kept).renew(&mut room.brought, (x, job.x_stride), rows.len(), job.k) {
                 bring::<F>(job, &rows, room);
             }
             for first in job.n.clone().step_by(PANELS * LANES) {
