@@ -7,17 +7,19 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
+mod pieces;
+
 use super::{Entry, split, split_if_worth, stays, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
         dequant::is_weight_dtype,
-        lanes::LANES,
         matmul::{AtOnce, Kept, MulMat, rectangles, rows_at_once},
         plan::{Kernel, Launcher, Reg, Run},
         quantize::{Activation, prepare_row, scratch_bytes},
     },
 };
+use pieces::Cut;
 
 /// What this file has kernels for.
 pub(super) static ENTRIES: &[Entry] = &[
@@ -92,146 +94,6 @@ impl Kernel for Prepare {
 const PIECE: usize = 1 << 32;
 /// Columns of a piece are a multiple of this: whole groups of panels on every path.
 const PIECE_COLUMNS: usize = 256;
-
-/// Rows from which on parts take one piece after another, so that one on a slower processor has fewer of them. With fewer
-/// rows a part's weights are one long stream of memory.
-const TAKEN_ROWS: usize = 32;
-/// Columns of a piece are a multiple of this, where they can be: whole tiles of panels.
-const TAKEN_COLUMNS: usize = 32;
-/// Of what is left a piece is one part's share divided by this, so that a part has long streams of memory at first, and at the
-/// end others wait little for one on a slower processor; but no less than so many tiles of panels.
-const TAKEN_SHARE: usize = 2;
-const TAKEN_LEAST: usize = 2;
-
-/// Rows of a product that are multiplied at a time.
-#[derive(Clone, Copy, Debug)]
-struct Bands {
-    rows: usize,
-    height: usize,
-    count: usize,
-    /// Whether a thread keeps what it makes of a band's activations.
-    kept: bool,
-}
-
-impl Bands {
-    /// Of `rows` (above 0), as a path has them.
-    fn of(rows: usize, at_once: Option<AtOnce>) -> Self {
-        let (height, kept) = match at_once {
-            None => (rows, false),
-            // About as many in each, in whole tiles unless the last one had hardly any then.
-            Some(AtOnce { rows: most, keeps }) => {
-                let bands = rows.div_ceil(most.max(1));
-                let even = rows.div_ceil(bands);
-                let tiles = even.next_multiple_of(LANES);
-                let last = rows.saturating_sub(tiles * (bands - 1));
-                (if last < LANES { even } else { tiles }, keeps)
-            }
-        };
-        Self {
-            rows,
-            height,
-            count: rows.div_ceil(height),
-            kept,
-        }
-    }
-
-    fn range(&self, band: usize) -> Range<usize> {
-        let start = band * self.height;
-        start..self.rows.min(start + self.height)
-    }
-}
-
-/// A product in pieces.
-#[derive(Clone, Copy, Debug)]
-struct Cut {
-    bands: Bands,
-    n: usize,
-    /// Columns from one band's beginning to the next one's, where the bands of a product follow each other.
-    wide: usize,
-    pieces: Pieces,
-}
-
-impl Cut {
-    /// Of `n` columns, in pieces of at most `most` of them for so many parts. They are a multiple of `least` where `most` is.
-    fn new(bands: Bands, n: usize, (most, least): (usize, usize), parts: usize) -> Self {
-        let wide = n.next_multiple_of(least);
-        // Where a band's activations are kept, a part stays with the band. Else pieces of the same weights follow each other.
-        let all = if bands.kept { bands.count * wide } else { n };
-        Self {
-            bands,
-            n,
-            wide,
-            pieces: Pieces {
-                n: all,
-                most,
-                least,
-                parts,
-            },
-        }
-    }
-
-    /// Of all columns of all bands, or of all bands' next ones; none after the last.
-    fn piece(&self, taken: usize) -> Taken {
-        let bands = if self.bands.kept { 1 } else { self.bands.count };
-        Taken {
-            columns: self.pieces.range(taken / bands),
-            band: taken % bands,
-        }
-    }
-
-    /// Rows and columns of a piece.
-    fn products(&self, taken: Taken) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
-        let Taken { columns, band } = taken;
-        let wide = if self.bands.kept { self.wide } else { self.n }.max(1);
-        (columns.start / wide..columns.end.div_ceil(wide)).filter_map(move |crossed| {
-            let start = columns.start.max(crossed * wide) - crossed * wide;
-            let end = (columns.end - crossed * wide).min(self.n);
-            (start < end).then(|| (self.bands.range(band + crossed), start..end))
-        })
-    }
-}
-
-/// A piece that a part has taken.
-#[derive(Clone, Debug)]
-struct Taken {
-    columns: Range<usize>,
-    band: usize,
-}
-
-impl Taken {
-    fn is_empty(&self) -> bool {
-        self.columns.is_empty()
-    }
-}
-
-/// Columns of a product, or of all its bands one after another, as parts take them: large pieces, and smaller and smaller ones.
-#[derive(Clone, Copy, Debug)]
-struct Pieces {
-    n: usize,
-    /// A piece has at most so many, and a multiple of the other (both above 0).
-    most: usize,
-    least: usize,
-    parts: usize,
-}
-
-impl Pieces {
-    /// Those of a piece; none after the last.
-    fn range(&self, number: usize) -> Range<usize> {
-        let mut range = 0..0;
-        for _ in 0..=number {
-            let left = self.n - range.end;
-            let share = left / (self.parts * TAKEN_SHARE);
-            let columns = share
-                .next_multiple_of(self.least)
-                .max(TAKEN_LEAST * self.least);
-            range = range.end..range.end + columns.min(self.most).min(left);
-            if left == 0 {
-                break;
-            }
-        }
-        range
-    }
-}
 
 /// Where the scales of weights are, and what each is for.
 #[derive(Clone, Copy)]
@@ -375,18 +237,17 @@ impl Kernel for Multiply {
                     }
                 }
             };
-            if rows >= TAKEN_ROWS && parts > 1 {
+            if parts > 1 && pieces::are_taken(rows, self.n) {
                 let least = match &self.scaled {
-                    None => TAKEN_COLUMNS,
-                    Some(scaled) => TAKEN_COLUMNS.max(scaled.together()),
+                    None => pieces::COLUMNS,
+                    Some(scaled) => pieces::COLUMNS.max(scaled.together()),
                 };
                 let at_once = rows_at_once(run.path, self.dtype, self.k).map(|at_once| AtOnce {
                     // Scales go into the activations, or the product is cut along them.
                     keeps: at_once.keeps && self.scaled.is_none(),
                     ..at_once
                 });
-                let bands = Bands::of(rows, at_once);
-                let cut = Cut::new(bands, self.n, (columns, least), parts);
+                let cut = Cut::new(rows, at_once, self.n, (columns, least), parts);
                 loop {
                     let taken = cut.piece(run.take_piece());
                     if taken.is_empty() {
@@ -493,105 +354,4 @@ fn mul_mat(
     launcher.aligned(x);
     launcher.step_with_bytes(kernel, &reads, &[out]);
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_row_is_multiplied_with_every_column_once() {
-        let kept = |rows| Some(AtOnce { rows, keeps: true });
-        let not = |rows| Some(AtOnce { rows, keeps: false });
-        for at_once in [None, kept(144), kept(288), kept(16), not(96), not(16)] {
-            for rows in [32, 33, 150, 481, 512] {
-                for (n, most, least) in [
-                    (0, 256, 32),
-                    (1, 256, 32),
-                    (75, 256, 32),
-                    (2048, 512, 32),
-                    (300, 256, 48),
-                    (300, 256, 96),
-                ] {
-                    let bands = Bands::of(rows, at_once);
-                    let cut = Cut::new(bands, n, (most, least), [1, 2, 3, 16][rows % 4]);
-                    assert!(cut.piece(usize::MAX).is_empty());
-                    let mut times = vec![0; rows * n];
-                    let taken = (0..).map(|number| cut.piece(number));
-                    for (rows, columns) in taken
-                        .take_while(|taken| !taken.is_empty())
-                        .flat_map(|taken| cut.products(taken))
-                    {
-                        let what = format!("{rows:?}, {columns:?} of {cut:?}");
-                        let whole = |column: usize| column == n || column.is_multiple_of(LANES);
-                        assert!(whole(columns.start) && whole(columns.end), "{what}");
-                        assert!(at_once.is_none_or(|a| rows.len() <= a.rows), "{what}");
-                        for row in rows {
-                            for column in columns.clone() {
-                                times[row * n + column] += 1;
-                            }
-                        }
-                    }
-                    assert!(times.iter().all(|&t| t == 1), "{cut:?}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn a_part_stays_with_the_rows_it_has_made_something_of() {
-        let at_once = Some(AtOnce {
-            rows: 144,
-            keeps: true,
-        });
-        let cut = Cut::new(Bands::of(512, at_once), 2048, (4096, 32), 2);
-        let mut bands = Vec::new();
-        for number in 0.. {
-            let taken = cut.piece(number);
-            if taken.is_empty() {
-                break;
-            }
-            bands.extend(cut.products(taken).map(|(rows, _)| rows.start / 128));
-        }
-        assert!(bands.is_sorted(), "{bands:?}");
-    }
-
-    #[test]
-    fn pieces_are_all_columns_once_and_the_last_ones_are_small() {
-        let cut = |n, columns, parts| -> Vec<Range<usize>> {
-            let pieces = Pieces {
-                n,
-                most: columns,
-                least: 32,
-                parts,
-            };
-            let all = (0..).map(|number| pieces.range(number));
-            assert!(pieces.range(usize::MAX).is_empty());
-            all.take_while(|piece| !piece.is_empty()).collect()
-        };
-        for n in [1, 31, 32, 33, 256, 2048, 2560, 11_264, 32_003] {
-            for columns in [32, 64, 160, 704] {
-                for parts in [2, 3, 16] {
-                    let pieces = cut(n, columns, parts);
-                    assert_eq!(pieces.first().map(|piece| piece.start), Some(0));
-                    assert_eq!(pieces.last().map(|piece| piece.end), Some(n));
-                    for (one, next) in pieces.iter().zip(&pieces[1..]) {
-                        assert_eq!((one.end, one.len() % 32), (next.start, 0));
-                        assert!(one.len() >= next.len(), "{one:?} before {next:?}");
-                    }
-                }
-            }
-        }
-        let lengths = |columns| -> Vec<usize> {
-            cut(2048, columns, 2).into_iter().map(|p| p.len()).collect()
-        };
-        assert_eq!(
-            lengths(4096),
-            [512, 384, 288, 224, 160, 128, 96, 64, 64, 64, 64]
-        );
-        assert_eq!(
-            lengths(256),
-            [256, 256, 256, 256, 256, 192, 160, 128, 96, 64, 64, 64]
-        );
-    }
 }
