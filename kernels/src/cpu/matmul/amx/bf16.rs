@@ -8,6 +8,8 @@
 //! Weights are the second operand, whose layout (pairs of `k`, sixteen outputs side by side) is that of a packed panel. Rows as
 //! the file has them are brought into it on the way.
 
+mod next;
+
 use std::arch::x86_64::*;
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
@@ -16,10 +18,10 @@ use super::super::avx512::Avx512;
 use super::super::drive::{self, Job};
 use super::super::format::{BF16, Plain};
 use super::super::kept::Time;
-use super::super::place::{PAGES_AHEAD, Panel, Place, Stage, in_turn};
-use super::super::simd::Simd;
+use super::super::place::{Panel, Place, Stage};
 use super::{Config, LINE, Line, TILE, configure, release, tile, zeros};
 use crate::cpu::lanes::LANES;
+use next::Next;
 
 /// Elements of `k` that one instruction takes in.
 const STEP: usize = LINE / 2;
@@ -51,7 +53,8 @@ const BROUGHT_STEPS: usize = 192;
 const MOST_SUMS: usize = 16 * MOST_GROUPS;
 
 /// Sums of a group of rows with [`PANELS`] panels.
-type Sums = [[[f32; LANES]; LINES]; PANELS];
+type Sums = [[Sum; LINES]; PANELS];
+type Sum = [f32; LANES];
 
 /// What a thread keeps while it multiplies.
 #[repr(C, align(64))]
@@ -367,6 +370,7 @@ unsafe fn panels<W: Place>(
         if there == 1 {
             w[1] = w[0];
         }
+        let stream = W::PACKED && rows.groups() == 1;
         let mut next = Next::of::<W>(job, next_chunk, next, rows.groups());
         for group in 0..rows.groups() {
             let index = if chunk.last && chunk.start == 0 {
@@ -381,10 +385,27 @@ unsafe fn panels<W: Place>(
                 sums: &raw mut room.sums[index],
                 first: chunk.start == 0,
             };
-            match rows.tiles(group) {
-                1 => tiles::<1>(&work, &mut next),
-                2 => tiles::<2>(&work, &mut next),
-                _ => tiles::<3>(&work, &mut next),
+            macro_rules! multiply {
+                ($panels:literal, $work:expr, $next:expr) => {
+                    match rows.tiles(group) {
+                        1 => tiles::<1, $panels>($work, $next),
+                        2 => tiles::<2, $panels>($work, $next),
+                        _ => tiles::<3, $panels>($work, $next),
+                    }
+                };
+            }
+            if stream {
+                // One after the other, as memory has them.
+                for (p, &w) in w[..there].iter().enumerate() {
+                    let work = Work {
+                        w: [w; PANELS],
+                        sums: work.sums.cast::<[Sum; LINES]>().add(p).cast(),
+                        ..work
+                    };
+                    multiply!(1, &work, &mut Next::ahead(job, chunk, w));
+                }
+            } else {
+                multiply!(2, &work, &mut next);
             }
             if chunk.last {
                 let sums = &room.sums[index];
@@ -449,61 +470,6 @@ unsafe fn bring<W: Place>(
     }
 }
 
-/// The packed weights that are multiplied next, one panel after the other.
-struct Next {
-    panel: *const u8,
-    /// From one panel to the next, and panels that have not begun.
-    stride: usize,
-    after: usize,
-    /// Lines of a panel, how many of the one at hand were asked for, and how many first ones are asked for [`in_turn`].
-    lines: usize,
-    asked: usize,
-    in_turn: usize,
-    /// Lines to ask for in a step.
-    share: usize,
-}
-
-impl Next {
-    /// The panels of output `output`, in as many steps as `groups` of rows take.
-    #[inline(always)]
-    fn of<W: Place>(job: &Job, chunk: &Chunk, output: usize, groups: usize) -> Next {
-        let lines = if W::PACKED { chunk.len() * LANES } else { 0 };
-        // Whole pages, so that nothing is asked for that does not come next.
-        let pages = lines * LINE / PAGES_AHEAD * PAGES_AHEAD / LINE;
-        Next {
-            panel: job.w.wrapping_add(output * job.stride + chunk.start * TILE),
-            stride: LANES * job.stride,
-            after: PANELS - 1,
-            lines,
-            asked: 0,
-            in_turn: if job.pages { pages } else { 0 },
-            share: (PANELS * LANES).div_ceil(groups),
-        }
-    }
-
-    /// Asks for a share.
-    ///
-    /// # Safety
-    ///
-    /// As for [`Simd`].
-    #[inline(always)]
-    unsafe fn ask(&mut self) {
-        let end = self.lines.min(self.asked + self.share);
-        for line in self.asked..end {
-            let at = LINE * line;
-            let at = if line < self.in_turn { in_turn(at) } else { at };
-            // SAFETY: prefetching is allowed anywhere.
-            unsafe { Avx512::prefetch(self.panel.wrapping_add(at)) };
-        }
-        self.asked = end;
-        if end == self.lines && self.after > 0 {
-            self.after -= 1;
-            self.asked = 0;
-            self.panel = self.panel.wrapping_add(self.stride);
-        }
-    }
-}
-
 /// A group of rows and a pair of panels.
 struct Work {
     /// The rows' lines, step after step.
@@ -515,13 +481,13 @@ struct Work {
     first: bool,
 }
 
-/// The sums of a group's rows, in `A` tiles of activations, with both panels.
+/// The sums of a group's rows, in `A` tiles of activations, with `P` panels.
 ///
 /// # Safety
 ///
 /// As for [`run`]; tiles are configured, and the work's pointers valid for its steps.
 #[inline(always)]
-unsafe fn tiles<const A: usize>(work: &Work, next: &mut Next) {
+unsafe fn tiles<const A: usize, const P: usize>(work: &Work, next: &mut Next) {
     // SAFETY: the caller's promise.
     unsafe {
         let sums = work.sums.cast::<u8>();
@@ -529,13 +495,19 @@ unsafe fn tiles<const A: usize>(work: &Work, next: &mut Next) {
         macro_rules! each_sum {
             ($how:ident) => {
                 tile!($how 0, sums);
-                tile!($how 3, other);
                 if A > 1 {
                     tile!($how 1, sums.add(TILE));
-                    tile!($how 4, other.add(TILE));
                 }
                 if A > 2 {
                     tile!($how 2, sums.add(2 * TILE));
+                }
+                if P > 1 {
+                    tile!($how 3, other);
+                }
+                if P > 1 && A > 1 {
+                    tile!($how 4, other.add(TILE));
+                }
+                if P > 1 && A > 2 {
                     tile!($how 5, other.add(2 * TILE));
                 }
             };
@@ -564,6 +536,9 @@ unsafe fn tiles<const A: usize>(work: &Work, next: &mut Next) {
             if A > 2 {
                 tile!(load 6, x.add(2 * TILE));
                 tile!(bf16 2, 6, 7);
+            }
+            if P == 1 {
+                continue;
             }
             // The last tile of activations is there.
             tile!(load 7, w[1]);

@@ -1,0 +1,80 @@
+//! Asking memory for weights before they are multiplied.
+
+use super::super::super::avx512::Avx512;
+use super::super::super::drive::Job;
+use super::super::super::place::{PAGES_AHEAD, Place, in_turn};
+use super::super::super::simd::Simd;
+use super::super::{LINE, TILE};
+use super::{Chunk, PANELS};
+use crate::cpu::lanes::LANES;
+
+/// The packed weights that are multiplied next, one panel after the other.
+pub(super) struct Next {
+    panel: *const u8,
+    /// From one panel to the next, and panels that have not begun.
+    stride: usize,
+    after: usize,
+    /// Lines of a panel, how many of the one at hand were asked for, and how many first ones are asked for [`in_turn`].
+    lines: usize,
+    asked: usize,
+    in_turn: usize,
+    /// Lines to ask for in a step.
+    share: usize,
+}
+
+impl Next {
+    /// The panels of output `output`, in as many steps as `groups` of rows take.
+    #[inline(always)]
+    pub fn of<W: Place>(job: &Job, chunk: &Chunk, output: usize, groups: usize) -> Next {
+        let lines = if W::PACKED { chunk.len() * LANES } else { 0 };
+        // Whole pages, so that nothing is asked for that does not come next.
+        let pages = lines * LINE / PAGES_AHEAD * PAGES_AHEAD / LINE;
+        Next {
+            panel: job.w.wrapping_add(output * job.stride + chunk.start * TILE),
+            stride: LANES * job.stride,
+            after: PANELS - 1,
+            lines,
+            asked: 0,
+            in_turn: if job.pages { pages } else { 0 },
+            share: (PANELS * LANES).div_ceil(groups),
+        }
+    }
+
+    /// What follows in memory on a panel whose chunk begins at `at` and is at hand, of which one after the other is read by one
+    /// group.
+    #[inline(always)]
+    pub fn ahead(job: &Job, chunk: &Chunk, at: *const u8) -> Next {
+        let lines = chunk.len() * LANES;
+        Next {
+            panel: at.wrapping_add(PAGES_AHEAD),
+            stride: 0,
+            after: 0,
+            lines,
+            asked: 0,
+            in_turn: if job.pages { lines } else { 0 },
+            share: LANES,
+        }
+    }
+
+    /// Asks for a share.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Simd`].
+    #[inline(always)]
+    pub unsafe fn ask(&mut self) {
+        let end = self.lines.min(self.asked + self.share);
+        for line in self.asked..end {
+            let at = LINE * line;
+            let at = if line < self.in_turn { in_turn(at) } else { at };
+            // SAFETY: prefetching is allowed anywhere.
+            unsafe { Avx512::prefetch(self.panel.wrapping_add(at)) };
+        }
+        self.asked = end;
+        if end == self.lines && self.after > 0 {
+            self.after -= 1;
+            self.asked = 0;
+            self.panel = self.panel.wrapping_add(self.stride);
+        }
+    }
+}
