@@ -26,7 +26,7 @@
 //!
 //! On the path [`CpuPath::Amx`], **BF16** is summed as its instruction does (TDPBF16PS in Intel's manual of the instruction set),
 //! which is another numerics class. It multiplies numbers of BF16, so that an activation is cut into two: the nearest number of
-//! BF16 (of two as near the larger one, or below an infinity the largest one), and the nearest to the rest. For each of the two by
+//! BF16 (of two as near the one further from zero, and no infinity for a finite one), and the nearest to the rest. For each of the two by
 //! itself, with `k` in steps of 32, the last
 //! one filled with zeros: `even = fma(w_k, x_k, even)` over the even `k` of the step from `+0.0`, `odd` likewise, then
 //! `sum = sum + (even + odd)`. Subnormals, given or computed, are zeros of their sign. The output is

@@ -38,8 +38,8 @@ thread_local! {
 pub(super) struct Time(u64);
 
 impl Brought {
-    /// Whether rows of `k` from address `first` on, `stride` apart, have to be brought into the room that was last filled at `latest`. If so
-    /// they are taken for brought from now on.
+    /// Whether rows of `k` from address `first` on, `stride` apart, have to be brought into the room that was last filled at
+    /// `latest`. If so they are taken for brought from now on.
     pub fn renew(
         &mut self,
         latest: &mut Time,

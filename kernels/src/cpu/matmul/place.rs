@@ -109,7 +109,7 @@ const fn ahead<F: Format>() -> usize {
 }
 
 /// The same in packed panels, together: what memory delivers while it is waited for once.
-const PACKED_AHEAD: usize = 8192;
+pub(super) const PACKED_AHEAD: usize = 8192;
 
 /// Pages whose lines are asked for in turn where that is [faster](crate::cpu::path::reads_pages), and how far ahead then: past all of them.
 const PAGES: usize = 4;

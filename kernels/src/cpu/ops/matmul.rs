@@ -237,7 +237,7 @@ impl Kernel for Multiply {
                     }
                 }
             };
-            if parts > 1 && pieces::are_taken(rows, self.n) {
+            if pieces::are_taken(rows, self.n, parts) {
                 let least = match &self.scaled {
                     None => pieces::COLUMNS,
                     Some(scaled) => pieces::COLUMNS.max(scaled.together()),

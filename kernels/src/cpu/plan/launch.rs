@@ -103,7 +103,7 @@ impl<'a> Run<'a> {
         self.fault.before(step)
     }
 
-    /// The number of a piece of this step's work that no part has taken yet, in ascending order from 0 on: for long steps
+    /// The number of a piece of this step's work that no part has taken yet, in ascending order from 0 on: for steps
     /// whose parts may have processors of different speeds, or less than all of one.
     pub fn take_piece(&self) -> usize {
         let taken = self.taken.get(self.step);

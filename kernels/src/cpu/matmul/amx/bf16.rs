@@ -1,8 +1,7 @@
 //! BF16 weights by AMX: tiles of sixteen rows by 64 bytes, and one instruction that multiplies two of them.
 //!
 //! The instruction multiplies BF16 with BF16. An activation is therefore cut into two BF16 numbers, the nearest one and what is
-//! nearest to the rest: of its 24 significant bits 17 or more are there, and what is lost is as much as the sum of some thousand
-//! products loses by rounding. Each row of activations is two rows of tiles then, of which each is summed by itself, in the order
+//! nearest to the rest: no more than 2⁻¹⁷ of it is lost (all of the rest, where it is subnormal). Each row of activations is two rows of tiles then, of which each is summed by itself, in the order
 //! that [`matmul`](super::super) documents.
 //!
 //! Weights are the second operand, whose layout (pairs of `k`, sixteen outputs side by side) is that of a packed panel. Rows as
@@ -19,7 +18,7 @@ use super::super::drive::{self, Job};
 use super::super::format::{BF16, Plain};
 use super::super::kept::Time;
 use super::super::place::{Panel, Place, Stage};
-use super::{Config, LINE, Line, TILE, configure, release, tile, zeros};
+use super::{Config, LINE, Line, TILE, configure, height, release, tile, zeros};
 use crate::cpu::lanes::LANES;
 use next::Next;
 
@@ -95,10 +94,11 @@ pub(in super::super) unsafe fn run<W: Place>(job: &Job) {
         let room = (*ROOM.with(UnsafeCell::get)).get_or_insert_with(|| zeros());
         configure(&CONFIG);
         let (most, fit) = rows(job.k);
-        for first in (0..job.rows).step_by(most) {
+        let height = height(job.rows, most / LANES);
+        for first in (0..job.rows).step_by(height) {
             let rows = Rows {
                 first,
-                count: (job.rows - first).min(most),
+                count: (job.rows - first).min(height),
                 steps: job.k.div_ceil(STEP),
                 fit,
             };
@@ -298,12 +298,12 @@ unsafe fn split_group(job: &Job, rows: &Rows, group: usize, chunk: &Chunk, room:
 }
 
 /// The parts of sixteen activations, in the upper half of each lane. The first is the nearest number of BF16 (of two as near the
-/// larger one), or where that would be an infinity the next smaller one; the second likewise of what is left. Those of an infinity
+/// one further from zero), or where that would be an infinity the next smaller one; the second likewise of what is left. Those of an infinity
 /// are itself and a NaN, of which nothing comes: see [`finish`].
 ///
 /// # Safety
 ///
-/// As for [`Simd`].
+/// As for [`Simd`](super::super::simd::Simd).
 #[inline(always)]
 unsafe fn split(x: __m512) -> [__m512i; PARTS] {
     // SAFETY: the caller's promise.
@@ -327,7 +327,7 @@ unsafe fn split(x: __m512) -> [__m512i; PARTS] {
 ///
 /// # Safety
 ///
-/// As for [`Simd`].
+/// As for [`Simd`](super::super::simd::Simd).
 #[inline(always)]
 unsafe fn upper_halves(a: __m512i, b: __m512i) -> __m512i {
     // SAFETY: the caller's promise.
@@ -428,7 +428,7 @@ unsafe fn panels<W: Place>(
 ///
 /// # Safety
 ///
-/// As for [`Simd`].
+/// As for [`Simd`](super::super::simd::Simd).
 #[inline(always)]
 unsafe fn finish(first: __m512, second: __m512) -> __m512 {
     // SAFETY: the caller's promise.

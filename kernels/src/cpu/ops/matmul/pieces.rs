@@ -6,20 +6,22 @@ use crate::cpu::{lanes::LANES, matmul::AtOnce};
 
 /// Rows from which on parts take all pieces one after another, so that one on a slower processor has fewer of them. With fewer
 /// rows each part's weights are one long stream of memory first, of so many tenths of all columns together, and pieces what is
-/// left; with few columns there is nothing else.
+/// left; with so few columns for each part there is nothing else.
 const ROWS: usize = 32;
-const FEW_COLUMNS: usize = 512;
+const FEW_COLUMNS: usize = 256;
 const STREAM_TENTHS: usize = 8;
 /// Columns of a piece are a multiple of this, where they can be: whole tiles of panels.
 pub(super) const COLUMNS: usize = 32;
 /// Of what is left a piece is one part's share divided by this, so that a part has long streams of memory at first, and at the
-/// end others wait little for one on a slower processor; but no less than so many tiles of panels.
+/// end others wait little for one on a slower processor; but no less than so many tiles of panels, where each part has so many
+/// times as many.
 const SHARE: usize = 2;
 const LEAST: usize = 2;
+const LEAST_TIMES: usize = 8;
 
-/// Whether parts take pieces of a product; else each has its share.
-pub(super) const fn are_taken(rows: usize, n: usize) -> bool {
-    rows >= ROWS || n >= FEW_COLUMNS
+/// Whether so many parts take pieces of a product; else each has its share.
+pub(super) const fn are_taken(rows: usize, n: usize, parts: usize) -> bool {
+    parts > 1 && (rows >= ROWS || n / parts >= FEW_COLUMNS)
 }
 
 /// Rows of a product that are multiplied at a time.
@@ -84,6 +86,7 @@ impl Cut {
         let wide = n.next_multiple_of(least);
         // Where a band's activations are kept, a part stays with the band. Else pieces of the same weights follow each other.
         let all = if bands.kept { bands.count * wide } else { n };
+        let streams = rows < ROWS && bands.count == 1;
         Self {
             bands,
             n,
@@ -93,7 +96,7 @@ impl Cut {
                 most,
                 least,
                 parts,
-                first: match rows < ROWS {
+                first: match streams {
                     true => n * STREAM_TENTHS / 10 / parts / least * least,
                     false => 0,
                 },
@@ -150,14 +153,21 @@ struct Pieces {
 impl Pieces {
     /// Those of a piece; none after the last.
     fn range(&self, number: usize) -> Range<usize> {
-        let mut range = 0..0;
-        for piece in 0..=number {
+        // As long as a share is larger than a piece may be, all are of one size.
+        let shares = self.parts.saturating_mul(SHARE);
+        let largest = match self.first {
+            0 => (self.n / self.most).saturating_sub(shares).min(number),
+            _ => 0,
+        };
+        let least = (self.n / (self.parts * self.least * LEAST_TIMES)).clamp(1, LEAST) * self.least;
+        let mut range = 0..largest * self.most;
+        for piece in largest..=number {
             let left = self.n - range.end;
             let share = match piece < self.parts && self.first > 0 {
                 true => self.first,
-                false => left / (self.parts * SHARE),
+                false => left / shares,
             };
-            let columns = share.next_multiple_of(self.least).max(LEAST * self.least);
+            let columns = share.next_multiple_of(self.least).max(least);
             range = range.end..range.end + columns.min(self.most).min(left);
             if left == 0 {
                 break;

@@ -2,7 +2,7 @@
 
 use super::super::super::avx512::Avx512;
 use super::super::super::drive::Job;
-use super::super::super::place::{PAGES_AHEAD, Place, in_turn};
+use super::super::super::place::{PACKED_AHEAD, PAGES_AHEAD, Place, in_turn};
 use super::super::super::simd::Simd;
 use super::super::{LINE, TILE};
 use super::{Chunk, PANELS};
@@ -22,20 +22,30 @@ pub(super) struct Next {
     share: usize,
 }
 
+/// How many of so many lines are asked for [`in_turn`]: whole pages, so that nothing is that does not come next.
+fn in_turn_of(job: &Job, lines: usize) -> usize {
+    match job.pages {
+        true => lines * LINE / PAGES_AHEAD * PAGES_AHEAD / LINE,
+        false => 0,
+    }
+}
+
 impl Next {
     /// The panels of output `output`, in as many steps as `groups` of rows take.
     #[inline(always)]
     pub fn of<W: Place>(job: &Job, chunk: &Chunk, output: usize, groups: usize) -> Next {
-        let lines = if W::PACKED { chunk.len() * LANES } else { 0 };
-        // Whole pages, so that nothing is asked for that does not come next.
-        let pages = lines * LINE / PAGES_AHEAD * PAGES_AHEAD / LINE;
+        // What lies past the job's outputs is most often another thread's.
+        let lines = match W::PACKED && output < job.n.end {
+            true => chunk.len() * LANES,
+            false => 0,
+        };
         Next {
             panel: job.w.wrapping_add(output * job.stride + chunk.start * TILE),
             stride: LANES * job.stride,
             after: PANELS - 1,
             lines,
             asked: 0,
-            in_turn: if job.pages { pages } else { 0 },
+            in_turn: in_turn_of(job, lines),
             share: (PANELS * LANES).div_ceil(groups),
         }
     }
@@ -45,13 +55,14 @@ impl Next {
     #[inline(always)]
     pub fn ahead(job: &Job, chunk: &Chunk, at: *const u8) -> Next {
         let lines = chunk.len() * LANES;
+        let ahead = if job.pages { PAGES_AHEAD } else { PACKED_AHEAD };
         Next {
-            panel: at.wrapping_add(PAGES_AHEAD),
+            panel: at.wrapping_add(ahead),
             stride: 0,
             after: 0,
             lines,
             asked: 0,
-            in_turn: if job.pages { lines } else { 0 },
+            in_turn: in_turn_of(job, lines),
             share: LANES,
         }
     }
