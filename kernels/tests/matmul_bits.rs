@@ -320,31 +320,23 @@ fn flush(v: f32) -> f32 {
 
 /// One output of BF16 weights on the path of AMX, by the letter of `matmul`'s documentation.
 fn reference_of_tiles(w: &[u8], x: &[f32]) -> f32 {
-    // The nearest number of eight significant bits: in `f64`, where there is room for what is added and taken away again.
-    let nearest = |v: f32| {
-        let unit = 2f64.powi(((v.to_bits() >> 23 & 0xff) as i32 - 127).max(-126) - 7);
-        let rounded = (f64::from(v).abs() / unit + 0.5).floor() * unit;
-        match v {
-            _ if !v.is_finite() => v,
-            _ if rounded > f64::from(f32::MAX) => f32::from_bits(v.to_bits() & 0xffff_0000),
-            _ => (rounded as f32).copysign(v),
-        }
-    };
-    let mut sums = [0.0f32; 2];
+    let cut = |v: f32| f32::from_bits(v.to_bits() & 0xffff_0000);
+    let mut sums = [0.0f32; 3];
     for (w, x) in w.chunks(64).zip(x.chunks(32)) {
         for (part, sum) in sums.iter_mut().enumerate() {
             let mut chains = [0.0f32; 2];
             for (i, (w, &x)) in w.chunks(2).zip(x).enumerate() {
-                let first = nearest(x);
-                let x = flush([first, nearest(x - first)][part]);
+                let first = if x.is_nan() { x } else { cut(x) };
+                let second = cut(x - first);
+                let x = flush([first, second, x - first - second][part]);
                 let w = flush(bf16::from_le_bytes([w[0], w[1]]).to_f32());
                 chains[i % 2] = flush(w.mul_add(x, chains[i % 2]));
             }
             *sum = flush(*sum + flush(chains[0] + chains[1]));
         }
     }
-    let [first, second] = sums;
-    match first + second {
+    let [first, second, third] = sums;
+    match first + (second + third) {
         _ if first.is_nan() => f32::from_bits(0x7fc0_0000),
         _ if first.is_infinite() => first,
         sum => sum,
@@ -524,8 +516,7 @@ fn long_rows_of_bf16_are_summed_in_one_order() {
     }
 }
 
-/// Activations of which the nearest number of BF16 would be an infinity, whose carry would make a number of a NaN, or of which
-/// two numbers are as near.
+/// Activations that are near an infinity, or whose upper half is one though they are none, and such as have all or hardly any bits.
 #[test]
 fn activations_at_the_edge_of_bf16_are_cut_as_documented() {
     let bits_of = [

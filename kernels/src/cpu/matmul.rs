@@ -25,12 +25,11 @@
 //! A NaN result has the bits `0x7fc00000`. Subnormals are computed as IEEE says (no flush to zero).
 //!
 //! On the path [`CpuPath::Amx`], **BF16** is summed as its instruction does (TDPBF16PS in Intel's manual of the instruction set),
-//! which is another numerics class. It multiplies numbers of BF16, so that an activation is cut into two: the nearest number of
-//! BF16 (of two as near the one further from zero, and no infinity for a finite one), and the nearest to the rest. For each of the two by
-//! itself, with `k` in steps of 32, the last
+//! which is another numerics class. It multiplies numbers of BF16, so that an activation is cut into three whose sum it is: its
+//! upper half, the upper half of the rest, and what is left. For each of the three by itself, with `k` in steps of 32, the last
 //! one filled with zeros: `even = fma(w_k, x_k, even)` over the even `k` of the step from `+0.0`, `odd` likewise, then
 //! `sum = sum + (even + odd)`. Subnormals, given or computed, are zeros of their sign. The output is
-//! `sum_1 + sum_2`, and `sum_1` where that is no finite number. As for the rest, it depends on nothing else.
+//! `sum_1 + (sum_2 + sum_3)`, and `sum_1` where that is no finite number. As for the rest, it depends on nothing else.
 //!
 //! # Threads
 //!
@@ -71,7 +70,7 @@ use place::{Packed, Place, Stored};
 
 /// The revision of the order of summation above. Part of the numerics class: whoever changes a bit of any
 /// output raises it.
-pub const KERNEL_REVISION: u32 = 8;
+pub const KERNEL_REVISION: u32 = 7;
 
 /// One multiplication: weights, activations and their sizes.
 #[derive(Clone, Copy, Debug)]

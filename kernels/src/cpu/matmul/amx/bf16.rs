@@ -1,8 +1,8 @@
 //! BF16 weights by AMX: tiles of sixteen rows by 64 bytes, and one instruction that multiplies two of them.
 //!
-//! The instruction multiplies BF16 with BF16. An activation is therefore cut into two BF16 numbers, the nearest one and what is
-//! nearest to the rest: no more than 2⁻¹⁷ of it is lost (all of the rest, where it is subnormal). Each row of activations is two rows of tiles then, of which each is summed by itself, in the order
-//! that [`matmul`](super::super) documents.
+//! The instruction multiplies BF16 with BF16. An activation is therefore cut into three BF16 numbers whose sum it is, exactly:
+//! its first eight significant bits, the next eight, the last eight. Each row of activations is three rows of tiles then, of
+//! which each is summed by itself, in the order that [`matmul`](super::super) documents.
 //!
 //! Weights are the second operand, whose layout (pairs of `k`, sixteen outputs side by side) is that of a packed panel. Rows as
 //! the file has them are brought into it on the way.
@@ -26,7 +26,7 @@ use next::Next;
 const STEP: usize = LINE / 2;
 
 /// BF16 numbers that make an activation.
-const PARTS: usize = 2;
+const PARTS: usize = 3;
 
 /// Rows of activations that are multiplied together: three tiles.
 const GROUP: usize = 3 * LANES / PARTS;
@@ -42,7 +42,7 @@ const ROWS: usize = 128;
 const MOST_GROUPS: usize = ROWS.div_ceil(GROUP);
 
 /// Lines of activations for which there is room, and how many are read again and again at a time: half of a second-level cache.
-const ROOM_LINES: usize = 1 << 16;
+const ROOM_LINES: usize = 3 << 15;
 const CHUNK_LINES: usize = 1 << 14;
 
 /// Steps of weights that are brought into the layout of a panel at a time.
@@ -221,7 +221,8 @@ struct Chunks {
 
 impl Chunks {
     fn of<W: Place>(rows: &Rows) -> Chunks {
-        let most = CHUNK_LINES / rows.lines();
+        // Whole pages of weights.
+        let most = (CHUNK_LINES / rows.lines() / LANES * LANES).max(LANES);
         let most = if W::PACKED {
             most
         } else {
@@ -297,9 +298,8 @@ unsafe fn split_group(job: &Job, rows: &Rows, group: usize, chunk: &Chunk, room:
     }
 }
 
-/// The parts of sixteen activations, in the upper half of each lane. The first is the nearest number of BF16 (of two as near the
-/// one further from zero), or where that would be an infinity the next smaller one; the second likewise of what is left. Those of an infinity
-/// are itself and a NaN, of which nothing comes: see [`finish`].
+/// The parts of sixteen activations, in the upper half of each lane. Those of an infinity are itself and NaNs, of which nothing
+/// comes: see [`finish`].
 ///
 /// # Safety
 ///
@@ -308,18 +308,20 @@ unsafe fn split_group(job: &Job, rows: &Rows, group: usize, chunk: &Chunk, room:
 unsafe fn split(x: __m512) -> [__m512i; PARTS] {
     // SAFETY: the caller's promise.
     unsafe {
-        const INFINITE: i32 = 0x08 | 0x10;
-        let half = _mm512_set1_epi32(0x8000);
         let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
-        let bits = _mm512_castps_si512(x);
-        let near = _mm512_and_si512(_mm512_add_epi32(bits, half), upper);
-        let too_large = _mm512_fpclass_ps_mask::<INFINITE>(_mm512_castsi512_ps(near));
-        let first = _mm512_mask_and_epi32(near, too_large, bits, upper);
-        // A NaN whose upper half is an infinity's would be one, and the sum above might have made anything of it.
+        let cut = |v| _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), upper));
+        let first = cut(x);
+        let rest = _mm512_sub_ps(x, first);
+        let second = cut(rest);
+        let third = _mm512_sub_ps(rest, second);
+        // A NaN whose upper half is an infinity's would be one.
         let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
-        let first = _mm512_mask_mov_epi32(first, nan, _mm512_set1_epi32(0x7fc0_0000));
-        let rest = _mm512_sub_ps(x, _mm512_castsi512_ps(first));
-        [first, _mm512_add_epi32(_mm512_castps_si512(rest), half)]
+        let first = _mm512_mask_mov_ps(
+            first,
+            nan,
+            _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc0_0000)),
+        );
+        [first, second, third].map(|v| _mm512_castps_si512(v))
     }
 }
 
@@ -411,9 +413,9 @@ unsafe fn panels<W: Place>(
                 let sums = &room.sums[index];
                 for r in 0..rows.of_group(group) {
                     for p in 0..there {
-                        let [first, second] =
-                            [0, 1].map(|part| _mm512_loadu_ps(sums[p][r * PARTS + part].as_ptr()));
-                        let value = finish(first, second);
+                        let [first, second, third] = [0, 1, 2]
+                            .map(|part| _mm512_loadu_ps(sums[p][r * PARTS + part].as_ptr()));
+                        let value = finish(first, second, third);
                         let row = rows.first + group * GROUP + r;
                         drive::store::<Avx512>(job, &panels[p], output + LANES * p, row, value);
                     }
@@ -423,18 +425,18 @@ unsafe fn panels<W: Place>(
     }
 }
 
-/// The sum of the parts' sums. Where the first one is no number, it is the result: the other is made of what an infinity's second
-/// part is, or of an infinite weight and zeros.
+/// The sum of the parts' sums. Where the first one is no number, it is the result: the others are made of what an infinity's parts
+/// are, or of an infinite weight and zeros.
 ///
 /// # Safety
 ///
 /// As for [`Simd`](super::super::simd::Simd).
 #[inline(always)]
-unsafe fn finish(first: __m512, second: __m512) -> __m512 {
+unsafe fn finish(first: __m512, second: __m512, third: __m512) -> __m512 {
     // SAFETY: the caller's promise.
     unsafe {
         const NO_NUMBER: i32 = 0x01 | 0x08 | 0x10 | 0x80;
-        let sum = _mm512_add_ps(first, second);
+        let sum = _mm512_add_ps(first, _mm512_add_ps(second, third));
         _mm512_mask_mov_ps(sum, _mm512_fpclass_ps_mask::<NO_NUMBER>(first), first)
     }
 }
