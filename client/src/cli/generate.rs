@@ -201,7 +201,9 @@ fn hinted(failure: Failure, model: &str) -> Failure {
     use hotcell_proto::error::Reason;
     match failure {
         Failure::Call(error) if error.reason() == Reason::ModelNotFound => {
-            Failure::Call(with_hint(error, model))
+            // It takes no files itself.
+            let before = "to load the files here first, run `hotcell load ";
+            Failure::Call(with_hint(error, model, before, "`"))
         }
         failure => failure,
     }

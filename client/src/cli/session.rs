@@ -268,7 +268,7 @@ impl Session {
             (Err(Failure::Call(error)), ModelRef::Name(name))
                 if error.reason() == Reason::ModelNotFound =>
             {
-                Err(with_hint(error, name).into())
+                Err(with_hint(error, name, "to load the files here, write ", "").into())
             }
             (result, _) => result,
         }
@@ -288,15 +288,16 @@ fn not_there(address: &Address, model: &str, others: &[String]) -> Error {
     Error::new(Reason::ModelNotFound, message).with("model", model)
 }
 
-/// Reminds of the file that lies here under a name that no model has.
-pub(crate) fn with_hint(error: Error, name: &str) -> Error {
+/// Reminds of the file that lies here under a name that no model has, between the words that say what to do with its path.
+pub(crate) fn with_hint(error: Error, name: &str, before: &str, after: &str) -> Error {
     if name.is_empty() || !std::path::Path::new(name).exists() {
         return error;
     }
-    let message = format!(
-        "{}; to load the files here, write ./{name}",
-        error.message()
-    );
+    let path = match ModelRef::parse(name) {
+        ModelRef::Name(name) => format!("./{name}"),
+        ModelRef::Path(path) => path,
+    };
+    let message = format!("{}; {before}{path}{after}", error.message());
     let entries: Vec<(String, String)> = error
         .metadata()
         .map(|(k, v)| (k.to_owned(), v.to_owned()))
