@@ -241,6 +241,16 @@ fn dot(a: &[i32], b: &[i32]) -> i32 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
+/// A weight that is no block.
+fn number(dtype: DType, b: &[u8]) -> f32 {
+    match dtype {
+        DType::F32 => f32::from_le_bytes([b[0], b[1], b[2], b[3]]),
+        DType::F16 => half_at(b, 0),
+        DType::BF16 => bf16::from_le_bytes([b[0], b[1]]).to_f32(),
+        _ => e4m3(b[0]),
+    }
+}
+
 /// One output, by the letter of `matmul`'s documentation.
 fn reference(dtype: DType, w: &[u8], x: &[f32]) -> f32 {
     let mut acc = 0.0f32;
@@ -249,14 +259,9 @@ fn reference(dtype: DType, w: &[u8], x: &[f32]) -> f32 {
         .zip(x.chunks(dtype.block_len()));
     for (b, x) in blocks {
         match dtype {
-            DType::F32 => acc = f32::from_le_bytes([b[0], b[1], b[2], b[3]]).mul_add(x[0], acc),
-            DType::F16 => acc = half_at(b, 0).mul_add(x[0], acc),
-            DType::BF16 => {
-                acc = bf16::from_le_bytes([b[0], b[1]])
-                    .to_f32()
-                    .mul_add(x[0], acc)
+            DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 => {
+                acc = number(dtype, b).mul_add(x[0], acc)
             }
-            DType::F8E4M3 => acc = e4m3(b[0]).mul_add(x[0], acc),
             DType::Q4K | DType::Q5K | DType::Q6K => {
                 let x = quantize(x, false);
                 let (w, scales, minima) = block256(dtype, b);
@@ -301,10 +306,10 @@ fn reference(dtype: DType, w: &[u8], x: &[f32]) -> f32 {
     }
 }
 
-/// The same on a path, for products of BF16 weights are summed in another order on one of them.
+/// The same on a path, for products of some weights are summed in another order on one of them.
 fn reference_on(path: CpuPath, dtype: DType, w: &[u8], x: &[f32]) -> f32 {
     match (path, dtype) {
-        (CpuPath::Amx, DType::BF16) => reference_of_tiles(w, x),
+        (CpuPath::Amx, DType::BF16 | DType::F8E4M3) => reference_of_tiles(dtype, w, x),
         _ => reference(dtype, w, x),
     }
 }
@@ -318,28 +323,41 @@ fn flush(v: f32) -> f32 {
     }
 }
 
-/// One output of BF16 weights on the path of AMX, by the letter of `matmul`'s documentation.
-fn reference_of_tiles(w: &[u8], x: &[f32]) -> f32 {
-    let cut = |v: f32| f32::from_bits(v.to_bits() & 0xffff_0000);
-    let mut sums = [0.0f32; 3];
-    for (w, x) in w.chunks(64).zip(x.chunks(32)) {
-        for (part, sum) in sums.iter_mut().enumerate() {
-            let mut chains = [0.0f32; 2];
-            for (i, (w, &x)) in w.chunks(2).zip(x).enumerate() {
-                let first = if x.is_nan() { x } else { cut(x) };
-                let second = cut(x - first);
-                let x = flush([first, second, x - first - second][part]);
-                let w = flush(bf16::from_le_bytes([w[0], w[1]]).to_f32());
-                chains[i % 2] = flush(w.mul_add(x, chains[i % 2]));
-            }
-            *sum = flush(*sum + flush(chains[0] + chains[1]));
+/// One output on the path of AMX, by the letter of `matmul`'s documentation.
+fn reference_of_tiles(dtype: DType, w: &[u8], x: &[f32]) -> f32 {
+    let upper = |v: f32| f32::from_bits(v.to_bits() & 0xffff_0000);
+    let parts = |v: f32| {
+        if !v.is_finite() {
+            return [v, 0.0, 0.0];
         }
-    }
-    let [first, second, third] = sums;
-    match first + (second + third) {
-        _ if first.is_nan() => f32::from_bits(0x7fc0_0000),
-        _ if first.is_infinite() => first,
-        sum => sum,
+        let second = upper(v - upper(v));
+        [upper(v), second, v - upper(v) - second]
+    };
+    let w: Vec<f32> = w
+        .chunks(dtype.block_bytes())
+        .map(|b| number(dtype, b))
+        .collect();
+    let x: Vec<[f32; 3]> = x.iter().copied().map(parts).collect();
+    let of = |count: usize| {
+        let mut sum = 0.0f32;
+        for (w, x) in w.chunks(32).zip(x.chunks(32)) {
+            for part in 0..count {
+                let mut chains = [0.0f32; 2];
+                for (i, (&w, x)) in w.iter().zip(x).enumerate() {
+                    let chain = &mut chains[i % 2];
+                    *chain = flush(flush(w).mul_add(flush(x[part]), *chain));
+                }
+                sum = flush(sum + flush(chains[0] + chains[1]));
+            }
+        }
+        sum
+    };
+    match of(3) {
+        sum if !sum.is_nan() => sum,
+        _ => match of(1) {
+            sum if sum.is_nan() => f32::from_bits(0x7fc0_0000),
+            sum => sum,
+        },
     }
 }
 
@@ -489,10 +507,16 @@ fn product_of(
 /// Sums rest while the rest of `k` is multiplied, of more outputs than rest at once, and of rows for which there is no room in
 /// one piece.
 #[test]
-fn long_rows_of_bf16_are_summed_in_one_order() {
-    let dtype = DType::BF16;
+fn long_rows_are_summed_in_one_order() {
     let mut random = Random(23);
-    for (n, k, rows) in [(560, 2112, 130), (1056, 4160, 60), (52, 66_048, 35)] {
+    for (dtype, n, k, rows) in [
+        (DType::BF16, 560, 2112, 130),
+        (DType::BF16, 1056, 4160, 60),
+        (DType::BF16, 52, 66_048, 35),
+        (DType::F8E4M3, 560, 4160, 130),
+        (DType::F8E4M3, 36, 66_048, 17),
+    ] {
+        let row_bytes = dtype.row_bytes(k).expect("whole blocks");
         let w = random.weights(dtype, n, k);
         let x = random.activations(rows * k);
         let mut packed = vec![0; w.len()];
@@ -501,14 +525,18 @@ fn long_rows_of_bf16_are_summed_in_one_order() {
             let all = splits(n, 1);
             let stored = product_of(path, dtype, &w, false, n, &x, rows, k, &all);
             let of_packed = product_of(path, dtype, &packed, true, n, &x, rows, k, &all);
-            assert_eq!(bits(&of_packed), bits(&stored), "[{n}, {k}] on {path}");
+            assert_eq!(
+                bits(&of_packed),
+                bits(&stored),
+                "{dtype} [{n}, {k}] on {path}"
+            );
             for row in [0, rows / 3, rows - 1] {
                 let x = &x[row * k..][..k];
                 let one = product_of(path, dtype, &packed, true, n, x, 1, k, &all);
                 let out = &stored[row * n..][..n];
                 assert_eq!(bits(out), bits(&one), "row {row} of [{n}, {k}] on {path}");
                 for i in [0, 17, n - 1] {
-                    let expected = reference_on(path, dtype, &w[i * 2 * k..][..2 * k], x);
+                    let expected = reference_on(path, dtype, &w[i * row_bytes..][..row_bytes], x);
                     assert_eq!(out[i].to_bits(), expected.to_bits(), "{row}, {i} on {path}");
                 }
             }
@@ -543,11 +571,20 @@ fn activations_at_the_edge_of_bf16_are_cut_as_documented() {
         0x0000_0000_u32,
     ];
     let k = 32;
-    let w: Vec<u8> = std::iter::repeat_n(0x3f00_u16.to_le_bytes(), 16 * k)
-        .flatten()
-        .collect();
     for path in CpuPath::available() {
+        // A half, and infinities, which are none times the zeros that a part has.
+        let of_weight = |at: usize| match at {
+            1 => 0x7f80_u16,
+            16 => 0xff80,
+            _ => 0x3f00,
+        };
         for at in [0, 1, 15, 16, 31] {
+            let mut w = vec![0x3f00_u16; 16 * k];
+            w.iter_mut()
+                .skip(at)
+                .step_by(k)
+                .for_each(|w| *w = of_weight(at));
+            let w: Vec<u8> = w.into_iter().flat_map(u16::to_le_bytes).collect();
             let mut x = vec![0.0; bits_of.len() * k];
             for (x, bits) in x.chunks_mut(k).zip(bits_of) {
                 x[at] = f32::from_bits(bits);

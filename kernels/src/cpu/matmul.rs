@@ -24,12 +24,14 @@
 //!
 //! A NaN result has the bits `0x7fc00000`. Subnormals are computed as IEEE says (no flush to zero).
 //!
-//! On the path [`CpuPath::Amx`], **BF16** is summed as its instruction does (TDPBF16PS in Intel's manual of the instruction set),
-//! which is another numerics class. It multiplies numbers of BF16, so that an activation is cut into three whose sum it is: its
-//! upper half, the upper half of the rest, and what is left. For each of the three by itself, with `k` in steps of 32, the last
-//! one filled with zeros: `even = fma(w_k, x_k, even)` over the even `k` of the step from `+0.0`, `odd` likewise, then
-//! `sum = sum + (even + odd)`. Subnormals, given or computed, are zeros of their sign. The output is
-//! `sum_1 + (sum_2 + sum_3)`, and `sum_1` where that is no finite number. As for the rest, it depends on nothing else.
+//! On the path [`CpuPath::Amx`], **BF16, F8_E4M3** are summed as its instruction does (TDPBF16PS in Intel's manual of the
+//! instruction set), which is another numerics class. It multiplies numbers of BF16, which weights of both are. An activation is cut
+//! into three whose sum it is: its upper half, the upper half of the rest, and what is left; of what is no finite number all
+//! but the first are zero. The sum starts at `+0.0` and goes through `k` in steps of 32, the last one filled with zeros, and in each
+//! step through the three in this order: `even = fma(w_k, x_k, even)` over the even `k` of the step from `+0.0`, `odd` likewise, then
+//! `sum = sum + (even + odd)`. Subnormals, given or computed, are zeros of their sign. Where that is a NaN, the output is
+//! the sum of the first parts alone: an infinite weight times a part that is zero is no number. As for the rest, it depends on
+//! nothing else.
 //!
 //! # Threads
 //!
@@ -70,7 +72,7 @@ use place::{Packed, Place, Stored};
 
 /// The revision of the order of summation above. Part of the numerics class: whoever changes a bit of any
 /// output raises it.
-pub const KERNEL_REVISION: u32 = 7;
+pub const KERNEL_REVISION: u32 = 8;
 
 /// One multiplication: weights, activations and their sizes.
 #[derive(Clone, Copy, Debug)]
@@ -236,7 +238,7 @@ pub fn rows_at_once(path: CpuPath, dtype: DType, k: usize) -> Option<AtOnce> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     if path == CpuPath::Amx && path.is_available() {
         let (rows, keeps) = match (dtype, Activation::of(dtype)) {
-            (DType::BF16, _) => amx::bf16::rows(k),
+            (DType::BF16 | DType::F8E4M3, _) => amx::bf16::rows(k),
             (_, Activation::Q8) => (amx::int8::rows(k), true),
             (_, Activation::Q8K) => (amx::scaled::rows(k), true),
             (_, Activation::F32) => return None,
@@ -321,7 +323,7 @@ formats! {
     F32  => Plain<format::F32, 1>, on_path;
     F16  => Plain<format::F16, 2>, on_path;
     BF16 => Plain<format::BF16, 2>, on_bf16;
-    F8E4M3 => Plain<format::E4M3, 4>, on_path;
+    F8E4M3 => Plain<format::E4M3, 4>, on_bf16;
     Q4_0 => block32::Nibbles<false, false>, on_tiles;
     Q4_1 => block32::Nibbles<false, true>, on_tiles;
     Q5_0 => block32::Nibbles<true, false>, on_tiles;
@@ -334,13 +336,13 @@ formats! {
     NVFP4 => block64::Nvfp4, on_tiles;
 }
 
-/// Those of BF16, which AMX multiplies.
-fn on_bf16<F: Format>(path: CpuPath) -> Kernels {
+/// Those of a dtype whose weights are numbers of BF16, which AMX multiplies.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn on_bf16<F: amx::bf16::OfBF16>(path: CpuPath) -> Kernels {
     match path {
-        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         CpuPath::Amx if path.is_available() => Kernels {
-            stored: amx::bf16::run::<Stored>,
-            packed: amx::bf16::run::<Packed>,
+            stored: amx::bf16::run::<F, Stored>,
+            packed: amx::bf16::run::<F, Packed>,
         },
         _ => on_path::<F>(path),
     }
@@ -371,7 +373,7 @@ fn on_scaled_tiles<F: amx::scaled::Scaled>(path: CpuPath) -> Kernels {
 }
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-use {on_path as on_tiles, on_path as on_scaled_tiles};
+use {on_path as on_bf16, on_path as on_tiles, on_path as on_scaled_tiles};
 
 fn on_path<F: Format>(path: CpuPath) -> Kernels {
     #[cfg(target_arch = "x86_64")]

@@ -1,7 +1,7 @@
 //! Instruction paths of the CPU kernels, and which of them this processor has.
 //!
-//! Every kernel gives the same bits on every path, but for [products of BF16 weights](super::matmul) on [`CpuPath::Amx`], so
-//! else the path is a matter of speed only. [`CpuPath`] is safe to pass around as a plain value: a path the processor lacks runs
+//! Every kernel gives the same bits on every path, but for [products of BF16 and E4M3 weights](super::matmul) on
+//! [`CpuPath::Amx`], so else the path is a matter of speed only. [`CpuPath`] is safe to pass around as a plain value: a path the processor lacks runs
 //! as [`CpuPath::Portable`].
 
 use std::fmt;
@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 /// A set of instructions that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CpuPath {
-    /// [`CpuPath::Avx512Vnni`] and AMX for BF16, with which products of BF16 weights are summed in another order.
+    /// [`CpuPath::Avx512Vnni`], AVX-512 VBMI, and AMX for bytes and BF16, with which products of BF16 and E4M3 weights are summed in
+    /// another order.
     Amx,
     /// x86-64 with AVX-512 F, BW, VL, DQ and VNNI (and what [`CpuPath::Avx2`] needs).
     Avx512Vnni,
@@ -140,7 +141,8 @@ fn ask() -> u8 {
         }
         if avx512 {
             seen |= HAS_AVX512;
-            if may_use_tiles() {
+            // All processors with tiles have it.
+            if std::arch::is_x86_feature_detected!("avx512vbmi") && may_use_tiles() {
                 seen |= HAS_AMX;
             }
         }

@@ -20,7 +20,7 @@ const TILE: usize = LANES * LINE;
 /// A row of a tile.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct Line([u8; LINE]);
+pub(super) struct Line([u8; LINE]);
 
 /// A thread's room, on the heap and never on a stack.
 ///

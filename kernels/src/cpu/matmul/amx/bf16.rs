@@ -1,12 +1,13 @@
-//! BF16 weights by AMX: tiles of sixteen rows by 64 bytes, and one instruction that multiplies two of them.
+//! Weights in BF16 and E4M3 by AMX: tiles of sixteen rows by 64 bytes, and one instruction that multiplies two of them.
 //!
-//! The instruction multiplies BF16 with BF16. An activation is therefore cut into three BF16 numbers whose sum it is, exactly:
-//! its first eight significant bits, the next eight, the last eight. Each row of activations is three rows of tiles then, of
-//! which each is summed by itself, in the order that [`matmul`](super::super) documents.
+//! The instruction multiplies BF16 with BF16. An activation is therefore cut into three BF16 numbers whose sum it is ([`cut`]):
+//! its first eight significant bits, the next eight, the last eight. What all of them make with the weights, of which each is one, is
+//! a single sum, in the order that [`matmul`](super::super) documents.
 //!
-//! Weights are the second operand, whose layout (pairs of `k`, sixteen outputs side by side) is that of a packed panel. Rows as
-//! the file has them are brought into it on the way.
+//! Weights are the second operand, whose layout (pairs of `k`, sixteen outputs side by side) is that of a packed panel in BF16.
+//! Other ones are brought into it on the way.
 
+mod cut;
 mod next;
 
 use std::arch::x86_64::*;
@@ -15,27 +16,22 @@ use std::mem::MaybeUninit;
 
 use super::super::avx512::Avx512;
 use super::super::drive::{self, Job};
-use super::super::format::{BF16, Plain};
 use super::super::kept::Time;
 use super::super::place::{Panel, Place, Stage};
 use super::{Config, LINE, Line, TILE, configure, height, release, tile, zeros};
 use crate::cpu::lanes::LANES;
+pub(in super::super) use cut::OfBF16;
+use cut::{PARTS, activations};
 use next::Next;
 
 /// Elements of `k` that one instruction takes in.
 const STEP: usize = LINE / 2;
 
-/// BF16 numbers that make an activation.
-const PARTS: usize = 3;
-
-/// Rows of activations that are multiplied together: three tiles.
-const GROUP: usize = 3 * LANES / PARTS;
-
-/// Lines of a group's activations in one step.
-const LINES: usize = GROUP * PARTS;
+/// Rows of activations of a tile.
+const GROUP: usize = LANES;
 
 /// Panels that are multiplied together.
-const PANELS: usize = 2;
+const PANELS: usize = 4;
 
 /// Rows that go through the weights together at most: of a model's step.
 const ROWS: usize = 128;
@@ -45,14 +41,14 @@ const MOST_GROUPS: usize = ROWS.div_ceil(GROUP);
 const ROOM_LINES: usize = 3 << 15;
 const CHUNK_LINES: usize = 1 << 14;
 
-/// Steps of weights that are brought into the layout of a panel at a time.
+/// Steps of weights that are brought into the layout of a panel at a time, in whole blocks.
 const BROUGHT_STEPS: usize = 192;
 
 /// Sums of panels and groups that rest between chunks.
-const MOST_SUMS: usize = 16 * MOST_GROUPS;
+const MOST_SUMS: usize = 8 * MOST_GROUPS;
 
 /// Sums of a group of rows with [`PANELS`] panels.
-type Sums = [[Sum; LINES]; PANELS];
+type Sums = [[Sum; GROUP]; PANELS];
 type Sum = [f32; LANES];
 
 /// What a thread keeps while it multiplies.
@@ -60,7 +56,9 @@ type Sum = [f32; LANES];
 struct Room {
     /// When the activations were brought.
     brought: Time,
-    /// Activations in parts: of each group the steps, of each step the lines of its rows.
+    /// Whether an output was no number.
+    none: bool,
+    /// Activations in parts: of each group the steps, of each step the parts, of each part a line of each row.
     x: [Line; ROOM_LINES],
     /// Weights brought into the layout of a panel.
     w: [[Line; LANES]; PANELS * BROUGHT_STEPS],
@@ -72,9 +70,6 @@ thread_local! {
     static ROOM: UnsafeCell<Option<Box<Room>>> = const { UnsafeCell::new(None) };
 }
 
-/// Weights as the instruction wants them, from where they lie.
-type Weights = Plain<BF16, 2>;
-
 /// Rows of `k` that are multiplied at a time, and whether all of them have room at once.
 pub(in super::super) fn rows(k: usize) -> (usize, bool) {
     let fit = ROOM_LINES / k.div_ceil(STEP).max(1) / PARTS / LANES * LANES;
@@ -85,14 +80,13 @@ pub(in super::super) fn rows(k: usize) -> (usize, bool) {
 ///
 /// # Safety
 ///
-/// As for [`drive::run`], of weights in BF16 and activations in `f32`; the processor has AVX-512 and AMX for BF16, and this process
+/// As for [`drive::run`], of weights in `F` and activations in `f32`; the processor has AVX-512 and AMX for BF16, and this process
 /// may use its tiles.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-pub(in super::super) unsafe fn run<W: Place>(job: &Job) {
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx2,fma,f16c")]
+pub(in super::super) unsafe fn run<F: OfBF16, W: Place>(job: &Job) {
     // SAFETY: the caller's promise. The room is this thread's, and nothing below calls this function again; all of it is numbers.
     unsafe {
         let room = (*ROOM.with(UnsafeCell::get)).get_or_insert_with(|| zeros());
-        configure(&CONFIG);
         let (most, fit) = rows(job.k);
         let height = height(job.rows, most / LANES);
         for first in (0..job.rows).step_by(height) {
@@ -102,34 +96,53 @@ pub(in super::super) unsafe fn run<W: Place>(job: &Job) {
                 steps: job.k.div_ceil(STEP),
                 fit,
             };
-            all::<W>(job, &rows, room);
+            configure(&CONFIGS[rows.height() - 1]);
+            room.none = false;
+            all::<F, W, true>(job, &rows, room);
+            if room.none {
+                all::<F, W, false>(job, &rows, room);
+            }
         }
         release();
     }
 }
 
-/// All eight tiles are whole: rows that do not exist are multiplied along, and read by nobody.
-static CONFIG: Config = Config::new([[LANES as u8, LINE as u8]; 8]);
+/// Tiles of activations and of sums have as many rows as there are, if that is no more than one tile has. Else all are whole: rows
+/// that do not exist are multiplied along, and read by nobody.
+static CONFIGS: [Config; GROUP] = {
+    const WHOLE: Config = Config::new([[LANES as u8, LINE as u8]; 8]);
+    let mut configs = [WHOLE; GROUP];
+    let mut rows = 1;
+    while rows < GROUP {
+        let mut tiles = [[rows as u8, LINE as u8]; 8];
+        tiles[7] = [LANES as u8, LINE as u8];
+        configs[rows - 1] = Config::new(tiles);
+        rows += 1;
+    }
+    configs
+};
 
-/// Multiplies rows with all panels.
+/// Multiplies rows with all panels: with all parts of activations, or with the first ones alone, for the outputs that are no numbers.
 ///
 /// # Safety
 ///
 /// As for [`run`].
 #[inline(always)]
-unsafe fn all<W: Place>(job: &Job, rows: &Rows, room: &mut Room) {
+unsafe fn all<F: OfBF16, W: Place, const ALL: bool>(job: &Job, rows: &Rows, room: &mut Room) {
     // SAFETY: the caller's promise; the rows have room, or those of a chunk have, and so do the sums of the outputs that rest.
     unsafe {
         if rows.fit {
             let x = job.x.add(rows.first * job.x_stride);
             if (*job.kept).renew(&mut room.brought, (x, job.x_stride), rows.count, job.k) {
-                let whole = rows.whole();
                 for group in 0..rows.groups() {
-                    split_group(job, rows, group, &whole, room);
+                    cut_group(job, rows, group, &rows.whole(), room);
                 }
             }
+            if rows.groups() == 1 {
+                return stream::<F, W, ALL>(job, rows, room);
+            }
         }
-        let chunks = Chunks::of::<W>(rows);
+        let chunks = Chunks::of::<F, W>(rows);
         let width = match chunks.count {
             1 => usize::MAX,
             _ => PANELS * LANES * (MOST_SUMS / rows.groups()),
@@ -143,24 +156,30 @@ unsafe fn all<W: Place>(job: &Job, rows: &Rows, room: &mut Room) {
                     // What is there is nobody's any more.
                     (*job.kept).renew(&mut room.brought, (std::ptr::null(), 0), 0, 0);
                     for group in 0..rows.groups() {
-                        split_group(job, rows, group, &chunk, room);
+                        cut_group(job, rows, group, &chunk, room);
                     }
                 }
-                for (pair, output) in (first..end).step_by(PANELS * LANES).enumerate() {
+                for (number, output) in (first..end).step_by(PANELS * LANES).enumerate() {
                     let after = output + PANELS * LANES;
-                    let next = if after < end {
+                    let (after, of) = if after < end {
                         (after, &chunk)
                     } else if chunk.last {
                         (end, &chunks.chunk(0))
                     } else {
                         (first, &chunks.chunk(c + 1))
                     };
-                    panels::<W>(job, rows, &chunk, (pair, output), next, room);
+                    let next = Next::of::<F, W>(job, of, after, rows.groups());
+                    panels::<F, W, ALL>(job, rows, &chunk, (number, output), next, room);
                 }
             }
             first = end;
         }
     }
+}
+
+/// Whether weights lie as the instruction wants them.
+const fn are_tiles<F: OfBF16, W: Place>() -> bool {
+    W::PACKED && F::AS_STORED
 }
 
 /// Rows of activations that go through the weights together.
@@ -183,15 +202,14 @@ impl Rows {
         (self.count - group * GROUP).min(GROUP)
     }
 
-    /// Tiles of a group.
-    fn tiles(&self, group: usize) -> usize {
-        (self.of_group(group) * PARTS).div_ceil(LANES)
+    /// Rows of a tile.
+    fn height(&self) -> usize {
+        self.count.min(GROUP)
     }
 
-    /// Lines of all groups in a step.
+    /// Lines of a group in a step.
     fn lines(&self) -> usize {
-        let last = self.groups() - 1;
-        last * LINES + self.tiles(last) * LANES
+        self.height() * PARTS
     }
 
     fn whole(&self) -> Chunk {
@@ -208,7 +226,7 @@ impl Rows {
             true => (self.steps, chunk.start),
             false => (chunk.len(), 0),
         };
-        group * LINES * steps + first * self.tiles(group) * LANES
+        (group * steps + first) * self.lines()
     }
 }
 
@@ -220,10 +238,11 @@ struct Chunks {
 }
 
 impl Chunks {
-    fn of<W: Place>(rows: &Rows) -> Chunks {
+    fn of<F: OfBF16, W: Place>(rows: &Rows) -> Chunks {
         // Whole pages of weights.
-        let most = (CHUNK_LINES / rows.lines() / LANES * LANES).max(LANES);
-        let most = if W::PACKED {
+        let lines = rows.groups() * rows.lines();
+        let most = (CHUNK_LINES / lines / LANES * LANES).max(LANES);
+        let most = if are_tiles::<F, W>() {
             most
         } else {
             most.min(BROUGHT_STEPS)
@@ -264,218 +283,235 @@ impl Chunk {
 ///
 /// As for [`run`]; the chunk fits into the room.
 #[inline(always)]
-unsafe fn split_group(job: &Job, rows: &Rows, group: usize, chunk: &Chunk, room: &mut Room) {
+unsafe fn cut_group(job: &Job, rows: &Rows, group: usize, chunk: &Chunk, room: &mut Room) {
     // SAFETY: the caller's promise; lines past the activations' end become zeros.
     unsafe {
-        let per_step = rows.tiles(group) * LANES;
         let lines = room.x.as_mut_ptr().add(rows.lines_of(group, chunk));
         for r in 0..rows.of_group(group) {
             let row = rows.first + group * GROUP + r;
             let x = job.x.add(row * job.x_stride).cast::<f32>();
-            let mut to = lines.add(r * PARTS);
+            let mut to = lines.add(r);
             for step in chunk.start..chunk.end {
-                let there = job.k - step * STEP;
-                let at = x.add(step * STEP);
-                let parts = if there >= STEP {
-                    [
-                        split(_mm512_loadu_ps(at)),
-                        split(_mm512_loadu_ps(at.add(LANES))),
-                    ]
-                } else {
-                    let (low, high) = (there.min(LANES), there.saturating_sub(LANES));
-                    let mask = |count: usize| ((1_u32 << count) - 1) as u16;
-                    [
-                        split(_mm512_maskz_loadu_ps(mask(low), at)),
-                        split(_mm512_maskz_loadu_ps(mask(high), at.wrapping_add(LANES))),
-                    ]
-                };
-                for (part, (low, high)) in parts[0].into_iter().zip(parts[1]).enumerate() {
-                    _mm512_store_si512(to.add(part).cast(), upper_halves(low, high));
+                let parts = activations(x.add(step * STEP), job.k - step * STEP);
+                for (part, line) in parts.into_iter().enumerate() {
+                    _mm512_store_si512(to.add(part * rows.height()).cast(), line);
                 }
-                to = to.wrapping_add(per_step);
+                to = to.wrapping_add(rows.lines());
             }
         }
     }
 }
 
-/// The parts of sixteen activations, in the upper half of each lane. Those of an infinity are itself and NaNs, of which nothing
-/// comes: see [`finish`].
+/// Multiplies all rows with the panels of output `output` and after it.
 ///
 /// # Safety
 ///
-/// As for [`Simd`](super::super::simd::Simd).
+/// As for [`run`]; the room has the chunk's activations, and the sums of panels `number` if the chunk is not the first.
 #[inline(always)]
-unsafe fn split(x: __m512) -> [__m512i; PARTS] {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
-        let cut = |v| _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), upper));
-        let first = cut(x);
-        let rest = _mm512_sub_ps(x, first);
-        let second = cut(rest);
-        let third = _mm512_sub_ps(rest, second);
-        // A NaN whose upper half is an infinity's would be one.
-        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
-        let first = _mm512_mask_mov_ps(
-            first,
-            nan,
-            _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc0_0000)),
-        );
-        [first, second, third].map(|v| _mm512_castps_si512(v))
-    }
-}
-
-/// The upper half of each lane of both.
-///
-/// # Safety
-///
-/// As for [`Simd`](super::super::simd::Simd).
-#[inline(always)]
-unsafe fn upper_halves(a: __m512i, b: __m512i) -> __m512i {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let odd = _mm512_set_epi16(
-            63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21,
-            19, 17, 15, 13, 11, 9, 7, 5, 3, 1,
-        );
-        _mm512_permutex2var_epi16(a, odd, b)
-    }
-}
-
-/// Multiplies all rows with the panels of output `output` and after it. Those of `next` in its chunk come after them.
-///
-/// # Safety
-///
-/// As for [`run`]; the room has the chunk's activations, and the sums of pair `pair` if the chunk is not the first.
-#[inline(always)]
-unsafe fn panels<W: Place>(
+unsafe fn panels<F: OfBF16, W: Place, const ALL: bool>(
     job: &Job,
     rows: &Rows,
     chunk: &Chunk,
-    (pair, output): (usize, usize),
-    (next, next_chunk): (usize, &Chunk),
+    (number, output): (usize, usize),
+    mut next: Next,
     room: &mut Room,
 ) {
     // SAFETY: the caller's promise; panels stay inside the job's.
     unsafe {
-        let panels = [0, 1].map(|p| Panel::of(job.w, job.stride, &job.n, output + LANES * p));
-        let there = if panels[1].rows == 0 { 1 } else { PANELS };
+        let panels = [0, 1, 2, 3].map(|p| Panel::of(job.w, job.stride, &job.n, output + LANES * p));
+        let there = panels.iter().filter(|panel| panel.rows > 0).count();
         let mut w = [panels[0].w; PANELS];
         for p in 0..there {
-            w[p] = if W::PACKED {
+            w[p] = if are_tiles::<F, W>() {
                 panels[p].w.add(chunk.start * TILE)
             } else {
-                bring::<W>(job, &panels[p], chunk, p, room)
+                let to = room.w.as_mut_ptr().add(p * BROUGHT_STEPS);
+                bring::<F, W>(job, &panels[p], chunk, to.cast())
             };
         }
-        // A panel that is not there is computed along.
-        if there == 1 {
-            w[1] = w[0];
-        }
-        let stream = W::PACKED && rows.groups() == 1;
-        let mut next = Next::of::<W>(job, next_chunk, next, rows.groups());
         for group in 0..rows.groups() {
             let index = if chunk.last && chunk.start == 0 {
                 0
             } else {
-                pair * rows.groups() + group
+                number * rows.groups() + group
             };
             let work = Work {
                 x: room.x.as_ptr().add(rows.lines_of(group, chunk)),
+                height: rows.height(),
                 w,
                 steps: chunk.len(),
                 sums: &raw mut room.sums[index],
                 first: chunk.start == 0,
             };
-            macro_rules! multiply {
-                ($panels:literal, $work:expr, $next:expr) => {
-                    match rows.tiles(group) {
-                        1 => tiles::<1, $panels>($work, $next),
-                        2 => tiles::<2, $panels>($work, $next),
-                        _ => tiles::<3, $panels>($work, $next),
-                    }
-                };
-            }
-            if stream {
-                // One after the other, as memory has them.
-                for (p, &w) in w[..there].iter().enumerate() {
-                    let work = Work {
-                        w: [w; PANELS],
-                        sums: work.sums.cast::<[Sum; LINES]>().add(p).cast(),
-                        ..work
-                    };
-                    multiply!(1, &work, &mut Next::ahead(job, chunk, w));
-                }
-            } else {
-                multiply!(2, &work, &mut next);
+            match there {
+                1 => tiles::<F, 1, ALL>(&work, &mut next),
+                2 => tiles::<F, 2, ALL>(&work, &mut next),
+                3 => tiles::<F, 3, ALL>(&work, &mut next),
+                _ => tiles::<F, 4, ALL>(&work, &mut next),
             }
             if chunk.last {
-                let sums = &room.sums[index];
-                for r in 0..rows.of_group(group) {
-                    for p in 0..there {
-                        let [first, second, third] = [0, 1, 2]
-                            .map(|part| _mm512_loadu_ps(sums[p][r * PARTS + part].as_ptr()));
-                        let value = finish(first, second, third);
-                        let row = rows.first + group * GROUP + r;
-                        drive::store::<Avx512>(job, &panels[p], output + LANES * p, row, value);
-                    }
+                for (p, panel) in panels[..there].iter().enumerate() {
+                    let to = (output + LANES * p, group);
+                    store::<ALL>(job, rows, panel, to, &room.sums[index][p], &mut room.none);
                 }
             }
         }
     }
 }
 
-/// The sum of the parts' sums. Where the first one is no number, it is the result: the others are made of what an infinity's parts
-/// are, or of an infinite weight and zeros.
+/// Multiplies a single group with one panel after the other, as memory has them.
 ///
 /// # Safety
 ///
-/// As for [`Simd`](super::super::simd::Simd).
+/// As for [`run`]; the room has all of the group's activations.
 #[inline(always)]
-unsafe fn finish(first: __m512, second: __m512, third: __m512) -> __m512 {
-    // SAFETY: the caller's promise.
+unsafe fn stream<F: OfBF16, W: Place, const ALL: bool>(job: &Job, rows: &Rows, room: &mut Room) {
+    // SAFETY: the caller's promise; panels stay inside the job's.
     unsafe {
-        const NO_NUMBER: i32 = 0x01 | 0x08 | 0x10 | 0x80;
-        let sum = _mm512_add_ps(first, _mm512_add_ps(second, third));
-        _mm512_mask_mov_ps(sum, _mm512_fpclass_ps_mask::<NO_NUMBER>(first), first)
+        let x = room.x.as_ptr();
+        for output in job.n.clone().step_by(LANES) {
+            let panel = Panel::of(job.w, job.stride, &job.n, output).with_pages(job.pages);
+            tile!(zero 0);
+            if are_tiles::<F, W>() {
+                let mut next = Next::ahead(job, rows.steps, panel.w);
+                for step in 0..rows.steps {
+                    load_step::<ALL>(x.add(step * rows.lines()), rows.height());
+                    next.ask();
+                    multiply!(ALL, 0, panel.w.add(step * TILE));
+                }
+            } else {
+                // A block is brought while the one before it is multiplied.
+                const SLOTS: usize = 4;
+                let steps = F::LEN / STEP;
+                let slots = room.w.as_mut_ptr();
+                let slot = |block: usize| slots.add(block % SLOTS * steps).cast::<Line>();
+                let blocks = job.k.div_ceil(F::LEN);
+                let mut stage = MaybeUninit::<Stage>::uninit();
+                for block in 0..=blocks {
+                    if block < blocks {
+                        let count = (job.k - block * F::LEN).min(F::LEN);
+                        let from = W::block::<F, 1>(&panel, block, count, &mut stage);
+                        from.ask::<Avx512, F>(0, 1);
+                        cut::bring::<F, W>(from, slot(block));
+                    }
+                    let Some(before) = block.checked_sub(1) else {
+                        continue;
+                    };
+                    for s in 0..steps.min(rows.steps - before * steps) {
+                        let step = before * steps + s;
+                        load_step::<ALL>(x.add(step * rows.lines()), rows.height());
+                        let w = slot(before).add(s * LANES).cast::<u8>();
+                        multiply!(ALL, 0, w);
+                    }
+                }
+            }
+            let sums = room.sums[0][0].as_mut_ptr();
+            tile!(store 0, sums);
+            let sums = &room.sums[0][0];
+            store::<ALL>(job, rows, &panel, (output, 0), sums, &mut room.none);
+        }
     }
 }
 
-/// Brings a panel's rows into the layout of a packed one.
+/// Stores a group's sums with a panel. Sums of the first parts alone are for outputs that are no numbers: see
+/// [`matmul`](super::super).
 ///
 /// # Safety
 ///
-/// As for [`run`]; the chunk fits into the room.
+/// As for [`run`]; they are sums of that panel.
 #[inline(always)]
-unsafe fn bring<W: Place>(
+unsafe fn store<const ALL: bool>(
+    job: &Job,
+    rows: &Rows,
+    panel: &Panel,
+    (output, group): (usize, usize),
+    sums: &[Sum; GROUP],
+    none: &mut bool,
+) {
+    // SAFETY: the caller's promise. What there is of an output was written by this thread.
+    unsafe {
+        for (r, sum) in sums[..rows.of_group(group)].iter().enumerate() {
+            let row = rows.first + group * GROUP + r;
+            let mut value = _mm512_loadu_ps(sum.as_ptr());
+            if ALL {
+                *none |= _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(value, value) != 0;
+            } else {
+                let there = ((1_u32 << panel.rows) - 1) as u16;
+                let out = job.out.wrapping_add(row * job.out_stride + output);
+                let stored = _mm512_maskz_loadu_ps(there, out);
+                let is_none = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(stored, stored);
+                value = _mm512_mask_mov_ps(stored, is_none, value);
+            }
+            drive::store::<Avx512>(job, panel, output, row, value);
+        }
+    }
+}
+
+/// Brings a panel's rows into the layout of a packed one in BF16, at `to`.
+///
+/// # Safety
+///
+/// As for [`run`]; there is room for the chunk, in whole blocks.
+#[inline(always)]
+unsafe fn bring<F: OfBF16, W: Place>(
     job: &Job,
     panel: &Panel,
     chunk: &Chunk,
-    p: usize,
-    room: &mut Room,
+    to: *mut Line,
 ) -> *const u8 {
-    // SAFETY: the caller's promise; the panel has rows.
+    // SAFETY: the caller's promise; the panel has rows. Chunks begin with a block.
     unsafe {
         let mut stage = MaybeUninit::<Stage>::uninit();
-        let to = room.w.as_mut_ptr().add(p * BROUGHT_STEPS);
-        for step in chunk.start..chunk.end {
-            let count = (job.k - step * STEP).min(STEP);
-            let from = W::block::<Weights, 1>(panel, step, count, &mut stage);
-            from.ask::<Avx512, Weights>(0, 1);
-            let words = from.words16::<Avx512, Weights>(0);
-            let to = to.add(step - chunk.start).cast::<__m512i>();
-            for (i, word) in words.into_iter().enumerate() {
-                _mm512_store_si512(to.add(i), word);
+        let mut line = to;
+        for block in chunk.start * STEP / F::LEN..(chunk.end * STEP).div_ceil(F::LEN) {
+            let count = (job.k - block * F::LEN).min(F::LEN);
+            let from = W::block::<F, 0>(panel, block, count, &mut stage);
+            if !W::PACKED {
+                from.ask::<Avx512, F>(0, 1);
             }
+            cut::bring::<F, W>(from, line);
+            line = line.wrapping_add(F::LEN / STEP * LANES);
         }
         to.cast()
     }
 }
 
-/// A group of rows and a pair of panels.
+/// Loads the parts of a step's activations, in so many rows each, or the first one.
+///
+/// # Safety
+///
+/// As for [`tiles`].
+#[inline(always)]
+unsafe fn load_step<const ALL: bool>(x: *const Line, height: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        tile!(load 4, x);
+        if ALL {
+            tile!(load 5, x.add(height));
+            tile!(load 6, x.add(2 * height));
+        }
+    }
+}
+
+/// Adds the products of a step's activations and a panel's weights at an address to a sum: of all parts, or of the first ones.
+macro_rules! multiply {
+    ($all:expr, $sum:literal, $w:expr) => {
+        tile!(load 7, $w);
+        tile!(bf16 $sum, 4, 7);
+        if $all {
+            tile!(bf16 $sum, 5, 7);
+            tile!(bf16 $sum, 6, 7);
+        }
+    };
+}
+use multiply;
+
+/// A group of rows and some panels.
 struct Work {
-    /// The rows' lines, step after step.
+    /// The rows' lines, step after step, and how many rows a tile has.
     x: *const Line,
+    height: usize,
+    /// Tiles, step after step.
     w: [*const u8; PANELS],
     steps: usize,
     sums: *mut Sums,
@@ -483,34 +519,27 @@ struct Work {
     first: bool,
 }
 
-/// The sums of a group's rows, in `A` tiles of activations, with `P` panels.
+/// The sums of a group's rows with `P` panels, of all parts of activations or of the first ones.
 ///
 /// # Safety
 ///
 /// As for [`run`]; tiles are configured, and the work's pointers valid for its steps.
 #[inline(always)]
-unsafe fn tiles<const A: usize, const P: usize>(work: &Work, next: &mut Next) {
+unsafe fn tiles<F: OfBF16, const P: usize, const ALL: bool>(work: &Work, next: &mut Next) {
     // SAFETY: the caller's promise.
     unsafe {
         let sums = work.sums.cast::<u8>();
-        let other = sums.add(size_of::<Sums>() / PANELS);
         macro_rules! each_sum {
             ($how:ident) => {
                 tile!($how 0, sums);
-                if A > 1 {
+                if P > 1 {
                     tile!($how 1, sums.add(TILE));
                 }
-                if A > 2 {
+                if P > 2 {
                     tile!($how 2, sums.add(2 * TILE));
                 }
-                if P > 1 {
-                    tile!($how 3, other);
-                }
-                if P > 1 && A > 1 {
-                    tile!($how 4, other.add(TILE));
-                }
-                if P > 1 && A > 2 {
-                    tile!($how 5, other.add(2 * TILE));
+                if P > 3 {
+                    tile!($how 3, sums.add(3 * TILE));
                 }
             };
         }
@@ -519,40 +548,23 @@ unsafe fn tiles<const A: usize, const P: usize>(work: &Work, next: &mut Next) {
             tile!(zero 1);
             tile!(zero 2);
             tile!(zero 3);
-            tile!(zero 4);
-            tile!(zero 5);
         } else {
             each_sum!(load);
         }
         for step in 0..work.steps {
-            let x = work.x.add(step * LANES * A).cast::<u8>();
-            let w = work.w.map(|w| w.add(step * TILE));
+            load_step::<ALL>(work.x.add(step * PARTS * work.height), work.height);
+            macro_rules! panel {
+                ($sum:literal) => {
+                    if $sum < P {
+                        multiply!(ALL, $sum, work.w[$sum].add(step * TILE));
+                    }
+                };
+            }
+            panel!(0);
             next.ask();
-            tile!(load 7, w[0]);
-            tile!(load 6, x);
-            tile!(bf16 0, 6, 7);
-            if A > 1 {
-                tile!(load 6, x.add(TILE));
-                tile!(bf16 1, 6, 7);
-            }
-            if A > 2 {
-                tile!(load 6, x.add(2 * TILE));
-                tile!(bf16 2, 6, 7);
-            }
-            if P == 1 {
-                continue;
-            }
-            // The last tile of activations is there.
-            tile!(load 7, w[1]);
-            if A > 2 {
-                tile!(bf16 5, 6, 7);
-                tile!(load 6, x.add(TILE));
-            }
-            if A > 1 {
-                tile!(bf16 4, 6, 7);
-                tile!(load 6, x);
-            }
-            tile!(bf16 3, 6, 7);
+            panel!(1);
+            panel!(2);
+            panel!(3);
         }
         each_sum!(store);
     }

@@ -4,8 +4,8 @@ use super::super::super::avx512::Avx512;
 use super::super::super::drive::Job;
 use super::super::super::place::{PACKED_AHEAD, PAGES_AHEAD, Place, in_turn};
 use super::super::super::simd::Simd;
-use super::super::{LINE, TILE};
-use super::{Chunk, PANELS};
+use super::super::LINE;
+use super::{Chunk, OfBF16, PANELS, STEP};
 use crate::cpu::lanes::LANES;
 
 /// The packed weights that are multiplied next, one panel after the other.
@@ -31,30 +31,33 @@ fn in_turn_of(job: &Job, lines: usize) -> usize {
 }
 
 impl Next {
-    /// The panels of output `output`, in as many steps as `groups` of rows take.
+    /// The panels from output `output` on, in as many steps as `groups` of rows take.
     #[inline(always)]
-    pub fn of<W: Place>(job: &Job, chunk: &Chunk, output: usize, groups: usize) -> Next {
+    pub fn of<F: OfBF16, W: Place>(job: &Job, chunk: &Chunk, output: usize, groups: usize) -> Next {
+        let block = LANES * F::BYTES;
+        let lines = |steps: usize| steps * STEP / F::LEN * block / LINE;
         // What lies past the job's outputs is most often another thread's.
-        let lines = match W::PACKED && output < job.n.end {
-            true => chunk.len() * LANES,
-            false => 0,
-        };
+        let panels = (job.n.end - output).div_ceil(LANES).min(PANELS);
+        let there = if W::PACKED { panels } else { 0 };
+        let of_chunk = if there > 0 { lines(chunk.len()) } else { 0 };
         Next {
-            panel: job.w.wrapping_add(output * job.stride + chunk.start * TILE),
+            panel: job
+                .w
+                .wrapping_add(output * job.stride + lines(chunk.start) * LINE),
             stride: LANES * job.stride,
-            after: PANELS - 1,
-            lines,
+            after: there.saturating_sub(1),
+            lines: of_chunk,
             asked: 0,
-            in_turn: in_turn_of(job, lines),
-            share: (PANELS * LANES).div_ceil(groups),
+            in_turn: in_turn_of(job, of_chunk),
+            share: (there * lines(2)).div_ceil(2 * groups),
         }
     }
 
-    /// What follows in memory on a panel whose chunk begins at `at` and is at hand, of which one after the other is read by one
-    /// group.
+    /// What follows in memory on a panel of so many steps, tiles, at `at`, which is at hand, of which one after the other is read
+    /// by one group.
     #[inline(always)]
-    pub fn ahead(job: &Job, chunk: &Chunk, at: *const u8) -> Next {
-        let lines = chunk.len() * LANES;
+    pub fn ahead(job: &Job, steps: usize, at: *const u8) -> Next {
+        let lines = steps * LANES;
         let ahead = if job.pages { PAGES_AHEAD } else { PACKED_AHEAD };
         Next {
             panel: at.wrapping_add(ahead),
