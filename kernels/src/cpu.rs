@@ -255,8 +255,8 @@ impl Device for CpuDevice {
     }
 
     fn numerics(&self) -> String {
-        // Every path gives the same bits (the kernels' tests compare them), but for BF16 weights on that of AMX. The class
-        // names it all the same, because a stream that goes on after a crash of one path must not silently depend on that
+        // Every path gives the same bits (the kernels' tests compare them), but for [some weights](matmul::sums_by_tiles) on that of
+        // AMX. The class names it all the same, because a stream that goes on after a crash of one path must not silently depend on that
         // proof.
         format!("{NAME}/{}/r{}", self.path, matmul::KERNEL_REVISION)
     }

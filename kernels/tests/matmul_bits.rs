@@ -514,17 +514,21 @@ fn long_rows_are_summed_in_one_order() {
         (DType::BF16, 1056, 4160, 60),
         (DType::BF16, 52, 66_048, 35),
         (DType::F8E4M3, 560, 4160, 130),
+        (DType::F8E4M3, 70, 4130, 130),
         (DType::F8E4M3, 36, 66_048, 17),
     ] {
         let row_bytes = dtype.row_bytes(k).expect("whole blocks");
         let w = random.weights(dtype, n, k);
         let x = random.activations(rows * k);
-        let mut packed = vec![0; w.len()];
-        pack::pack(dtype, k, &w, &mut packed);
+        let mut packed = w.clone();
+        let packs = pack::packs(dtype, n, k);
+        if packs {
+            pack::pack(dtype, k, &w, &mut packed);
+        }
         for path in CpuPath::available() {
             let all = splits(n, 1);
             let stored = product_of(path, dtype, &w, false, n, &x, rows, k, &all);
-            let of_packed = product_of(path, dtype, &packed, true, n, &x, rows, k, &all);
+            let of_packed = product_of(path, dtype, &packed, packs, n, &x, rows, k, &all);
             assert_eq!(
                 bits(&of_packed),
                 bits(&stored),
@@ -532,7 +536,7 @@ fn long_rows_are_summed_in_one_order() {
             );
             for row in [0, rows / 3, rows - 1] {
                 let x = &x[row * k..][..k];
-                let one = product_of(path, dtype, &packed, true, n, x, 1, k, &all);
+                let one = product_of(path, dtype, &packed, packs, n, x, 1, k, &all);
                 let out = &stored[row * n..][..n];
                 assert_eq!(bits(out), bits(&one), "row {row} of [{n}, {k}] on {path}");
                 for i in [0, 17, n - 1] {
@@ -599,6 +603,55 @@ fn activations_at_the_edge_of_bf16_are_cut_as_documented() {
     }
 }
 
+/// An infinite weight makes an infinity with any number of rows, however much of `k` is multiplied at a time, and a NaN where an
+/// activation is zero.
+#[test]
+fn infinite_weights_make_infinities() {
+    let dtype = DType::BF16;
+    let mut random = Random(29);
+    let n = 33;
+    for (k, most) in [(32, 40), (4160, 130), (66_048, 17)] {
+        let mut w = random.weights(dtype, n, k);
+        for (output, at) in [(0, 1), (16, k - 1), (17, k / 2), (32, 7), (32, 8)] {
+            let sign = if output == 16 { 0xff80_u16 } else { 0x7f80 };
+            w[2 * (output * k + at)..][..2].copy_from_slice(&sign.to_le_bytes());
+        }
+        let mut x = random.activations(most * k);
+        for (row, x) in x.chunks_mut(k).enumerate() {
+            // Numbers that are one of BF16, and one that is three; every fifth row's is zero.
+            for (i, x) in x.iter_mut().enumerate().filter(|(i, _)| i % 3 > 0) {
+                *x = if row % 5 == 4 {
+                    0.0
+                } else {
+                    1.0 + (i % 4) as f32
+                };
+            }
+        }
+        let mut packed = vec![0; w.len()];
+        pack::pack(dtype, k, &w, &mut packed);
+        let as_stored = &w;
+        for path in CpuPath::available() {
+            for (w, is_packed) in [(&w, false), (&packed, true)] {
+                for rows in [1, 5, 16, 17, most] {
+                    let all = splits(n, 1);
+                    let out = product_of(path, dtype, w, is_packed, n, &x, rows, k, &all);
+                    let some = |row: usize| [0, 1, 16, 17, 32].map(|output| (row, output));
+                    for (row, output) in [0, 4.min(rows - 1), rows - 1].into_iter().flat_map(some) {
+                        let of_output = &as_stored[output * 2 * k..][..2 * k];
+                        let expected = reference_on(path, dtype, of_output, &x[row * k..][..k]);
+                        let what = format!("{row}, {output} of {rows} rows of {k} on {path}");
+                        assert_eq!(
+                            out[row * n + output].to_bits(),
+                            expected.to_bits(),
+                            "{what}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// What a thread keeps of activations is theirs: other ones come between, of the same rows and of others, and other dtypes.
 #[test]
 fn activations_that_are_kept_are_no_other_ones() {
@@ -610,6 +663,7 @@ fn activations_that_are_kept_are_no_other_ones() {
             (DType::Q4K, DType::Q6K, 512),
             (DType::Q8_0, DType::Q4K, 512),
             (DType::BF16, DType::Q4_0, 512),
+            (DType::F8E4M3, DType::BF16, 512),
             // Of these there is room for a part of a row only.
             (DType::BF16, DType::BF16, 65_568),
         ] {

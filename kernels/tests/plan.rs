@@ -54,7 +54,7 @@ fn every_weight_type_gives_the_same_bits_for_all_rows_threads_and_paths() {
         let x = numbers(MAX_ROWS * k, 1);
         let plain = matmul::mul_mat(CpuPath::Portable, dtype, &w, n, &x, MAX_ROWS, k);
         // Products of these are summed in another order there.
-        let apart = |path| path == CpuPath::Amx && dtype == DType::BF16;
+        let apart = |path| matmul::sums_by_tiles(path, dtype);
         let mut g = GraphBuilder::new(MAX_ROWS);
         let xv = g.tensor("x", rows(&[k])).unwrap();
         let wv = g.constant("w", spec(dtype, &[n, k])).unwrap();
@@ -95,7 +95,7 @@ fn every_weight_type_gives_the_same_bits_for_all_rows_threads_and_paths() {
 fn packed_weights_may_come_and_go_and_change_no_bit() {
     // As above.
     const ROWS: usize = 300;
-    for dtype in [DType::Q4_0, DType::Q6K, DType::BF16] {
+    for dtype in [DType::Q4_0, DType::Q6K, DType::BF16, DType::F8E4M3] {
         let (n, k) = (83, 2 * dtype.block_len().max(32));
         let w = weights(dtype, n, k);
         let x = numbers(ROWS * k, 1);

@@ -245,7 +245,7 @@ fn chunks_threads_and_paths_change_no_bit() {
         "llama2-fp8",
     ] {
         let source = open(&golden().join(model)).unwrap();
-        let in_bf16 = ["gemma3-cap", "qwen3_moe-step"].contains(&model);
+        let by_tiles = ["gemma3-cap", "qwen3_moe-step"].contains(&model) || model.ends_with("fp8");
         let prompt: Vec<u32> = (0..61u32).map(|i| (i * 37 + 11) % 250).collect();
         let fits = |cache: &DType| cache.row_bytes(source.config.head_dim).is_some();
         for cache in CacheSpec::DTYPES.into_iter().filter(fits) {
@@ -255,8 +255,8 @@ fn chunks_threads_and_paths_change_no_bit() {
             };
             let plain = whole_on(CpuPath::Portable);
             for path in CpuPath::available() {
-                // With tiles, weights in BF16 are multiplied in another order.
-                let apart = path == CpuPath::Amx && in_bf16;
+                // With tiles, weights in BF16 and E4M3 are multiplied in another order.
+                let apart = path == CpuPath::Amx && by_tiles;
                 let whole = if apart { whole_on(path) } else { plain.clone() };
                 for (threads, chunk) in [(1, 64), (2, 64), (1, 1), (2, 1), (1, 5), (2, 5), (3, 7)] {
                     let mut solo = Solo::new(&source, threads, path, cache).unwrap();

@@ -29,8 +29,8 @@
 //! into three whose sum it is: its upper half, the upper half of the rest, and what is left; of what is no finite number all
 //! but the first are zero. The sum starts at `+0.0` and goes through `k` in steps of 32, the last one filled with zeros, and in each
 //! step through the three in this order: `even = fma(w_k, x_k, even)` over the even `k` of the step from `+0.0`, `odd` likewise, then
-//! `sum = sum + (even + odd)`. Subnormals, given or computed, are zeros of their sign. Where that is a NaN, the output is
-//! the sum of the first parts alone: an infinite weight times a part that is zero is no number. As for the rest, it depends on
+//! `sum = sum + (even + odd)`. Subnormals, given or computed, are zeros of their sign. Where the sum is a NaN, the output
+//! is that of the first parts alone: an infinite weight times a part that is zero is no number. As for the rest, it depends on
 //! nothing else.
 //!
 //! # Threads
@@ -122,7 +122,7 @@ impl<'a> MulMat<'a> {
     ///
     /// # Safety
     ///
-    /// `out.add(r * out_stride + j)` is valid for writes for every row `r` below `rows` and every `j` in `n`, and no other thread
+    /// `out.add(r * out_stride + j)` is valid for reads and writes for every row `r` below `rows` and every `j` in `n`, and no other thread
     /// touches these elements meanwhile.
     pub unsafe fn run(&self, path: CpuPath, n: Range<usize>, out: *mut f32, out_stride: usize) {
         // SAFETY: the caller's promise. Nothing was kept.
@@ -237,16 +237,21 @@ pub struct AtOnce {
 pub fn rows_at_once(path: CpuPath, dtype: DType, k: usize) -> Option<AtOnce> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     if path == CpuPath::Amx && path.is_available() {
-        let (rows, keeps) = match (dtype, Activation::of(dtype)) {
-            (DType::BF16 | DType::F8E4M3, _) => amx::bf16::rows(k),
-            (_, Activation::Q8) => (amx::int8::rows(k), true),
-            (_, Activation::Q8K) => (amx::scaled::rows(k), true),
-            (_, Activation::F32) => return None,
+        let (rows, keeps) = match Activation::of(dtype) {
+            Activation::Q8 => (amx::int8::rows(k), true),
+            Activation::Q8K => (amx::scaled::rows(k), true),
+            Activation::F32 if sums_by_tiles(path, dtype) => amx::bf16::rows(k),
+            Activation::F32 => return None,
         };
         return (rows > 0).then_some(AtOnce { rows, keeps });
     }
     let _ = (path, dtype, k);
     None
+}
+
+/// Whether products with these weights are summed in the order of [`CpuPath::Amx`] on a path, and not in that of all others.
+pub fn sums_by_tiles(path: CpuPath, dtype: DType) -> bool {
+    path == CpuPath::Amx && path.is_available() && matches!(dtype, DType::BF16 | DType::F8E4M3)
 }
 
 /// The whole product on this thread, with its own scratch: `x` is `[rows, k]`, the result `[rows, n]`.

@@ -433,10 +433,10 @@ unsafe fn store<const ALL: bool>(
         for (r, sum) in sums[..rows.of_group(group)].iter().enumerate() {
             let row = rows.first + group * GROUP + r;
             let mut value = _mm512_loadu_ps(sum.as_ptr());
+            let there = ((1_u32 << panel.rows) - 1) as u16;
             if ALL {
-                *none |= _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(value, value) != 0;
+                *none |= _mm512_mask_cmp_ps_mask::<_CMP_UNORD_Q>(there, value, value) != 0;
             } else {
-                let there = ((1_u32 << panel.rows) - 1) as u16;
                 let out = job.out.wrapping_add(row * job.out_stride + output);
                 let stored = _mm512_maskz_loadu_ps(there, out);
                 let is_none = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(stored, stored);
