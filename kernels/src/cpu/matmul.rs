@@ -122,8 +122,8 @@ impl<'a> MulMat<'a> {
     ///
     /// # Safety
     ///
-    /// `out.add(r * out_stride + j)` is valid for reads and writes for every row `r` below `rows` and every `j` in `n`, and no other thread
-    /// touches these elements meanwhile.
+    /// `out.add(r * out_stride + j)` is valid for reads and writes for every row `r` below `rows` and every `j` in `n`, and no
+    /// other thread touches these elements meanwhile.
     pub unsafe fn run(&self, path: CpuPath, n: Range<usize>, out: *mut f32, out_stride: usize) {
         // SAFETY: the caller's promise. Nothing was kept.
         unsafe { self.run_keeping(path, n, (out, out_stride), &mut Kept::default()) }

@@ -1,8 +1,8 @@
 //! Instruction paths of the CPU kernels, and which of them this processor has.
 //!
 //! Every kernel gives the same bits on every path, but for [products of BF16 and E4M3 weights](super::matmul) on
-//! [`CpuPath::Amx`], so else the path is a matter of speed only. [`CpuPath`] is safe to pass around as a plain value: a path the processor lacks runs
-//! as [`CpuPath::Portable`].
+//! [`CpuPath::Amx`], so else the path is a matter of speed only. [`CpuPath`] is safe to pass around as a plain value: a path the
+//! processor lacks runs as [`CpuPath::Portable`].
 
 use std::fmt;
 use std::sync::atomic::{AtomicU8, Ordering};

@@ -79,8 +79,8 @@ pub(super) fn room() -> *mut Room {
 /// # Safety
 ///
 /// The processor has the instructions of `S`. The room is this thread's, and so is what is kept, which nobody else uses meanwhile.
-/// The job's pointers are valid for the weight rows `n`, which lie as `W` says (packed: from a multiple of sixteen to one), for `rows` rows of activations and, for writing and
-/// from this thread only, for the outputs `n` of each row.
+/// The job's pointers are valid for the weight rows `n`, which lie as `W` says (packed: from a multiple of sixteen to one), for
+/// `rows` rows of activations and, for reading and writing and from this thread only, for the outputs `n` of each row.
 #[inline(always)]
 pub(super) unsafe fn run<S: Simd, F: Format, W: Place>(job: &Job) {
     // SAFETY: the caller's promise.

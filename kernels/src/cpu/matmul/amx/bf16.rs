@@ -80,8 +80,8 @@ pub(in super::super) fn rows(k: usize) -> (usize, bool) {
 ///
 /// # Safety
 ///
-/// As for [`drive::run`], of weights in `F` and activations in `f32`; the processor has AVX-512 and AMX for BF16, and this process
-/// may use its tiles.
+/// As for [`drive::run`], of weights in `F` and activations in `f32`; the processor has AVX-512 with VBMI and AMX for BF16, and
+/// this process may use its tiles.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx2,fma,f16c")]
 pub(in super::super) unsafe fn run<F: OfBF16, W: Place>(job: &Job) {
     // SAFETY: the caller's promise. The room is this thread's, and nothing below calls this function again; all of it is numbers.
