@@ -268,6 +268,36 @@ async fn models_that_cannot_be_loaded_say_why() {
     );
 }
 
+/// A worker that has nothing else to do makes a model ready beside the reading of its tokenizer.
+#[tokio::test]
+async fn a_name_is_free_again_whose_tokenizer_was_broken() {
+    let cluster = Cluster::ready().await.unwrap();
+    let client = cluster.client().await.unwrap();
+    let folder = cluster.folder.path().join("models");
+    fs::create_dir(&folder).unwrap();
+    let broken = spoilt(&folder, "broken", |p| {
+        fs::write(p.join("tokenizer.json"), "{\"model\": 1}").unwrap()
+    });
+    let whole = spoilt(&folder, "whole", |_| ());
+    let pid = cluster.workers(|all| !all.is_empty()).await.unwrap()[0].pid;
+    for _ in 0..3 {
+        let error = client.load("m", &broken).await.unwrap_err();
+        assert_eq!(error.reason(), Reason::ModelCorrupt, "{error}");
+        assert!(error.message().contains("tokenizer"), "{error}");
+    }
+    client.load("m", &whole).await.unwrap();
+    let options = GenerateOptions {
+        max_tokens: 4,
+        ignore_eos: true,
+        model: "m".into(),
+        ..Default::default()
+    };
+    let stream = client.generate("And", options).await.unwrap();
+    assert_eq!(stream.complete().await.unwrap().token_ids.len(), 4);
+    let after = cluster.workers(all_have("m")).await.unwrap();
+    assert_eq!((after[0].pid, after[0].deaths), (pid, 0), "nothing died");
+}
+
 #[tokio::test]
 async fn a_second_scheduler_on_one_socket_or_port_is_refused_and_a_stale_socket_is_replaced() {
     let cluster = Cluster::start(&[]).await.unwrap();
