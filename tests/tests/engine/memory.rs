@@ -1,5 +1,7 @@
 //! When memory is short, sequences are put back and computed again.
 
+use std::time::Instant;
+
 use hotcell_graph::{CacheSpec, DType};
 use hotcell_kernels::{
     cpu::{CpuDevice, path::CpuPath},
@@ -76,6 +78,48 @@ fn readers_that_do_not_read_do_not_keep_the_cache_from_others() {
     }
     for (reader, expected) in stalled.iter().zip(&expected) {
         assert_eq!(reader.said.same(), expected.same());
+    }
+}
+
+#[test]
+fn readers_that_do_not_read_for_long_do_not_keep_places_from_others() {
+    let calm = |seed| Ask {
+        speculate: false,
+        ..ask(seed)
+    };
+    let stalled = |seed| Ask {
+        room: 8,
+        ..calm(seed)
+    };
+    let expected = alone(SIZE, &[calm(0), calm(1), calm(5)]);
+    // Of the one there are two places, of the other blocks for two.
+    let few = Size {
+        sequences: 2,
+        ..SIZE
+    };
+    for size in [few, Size { blocks: 6, ..SIZE }] {
+        let mut bench = Bench::new(size);
+        let mut readers: Vec<_> = (0..2).map(|seed| bench.push(&stalled(seed))).collect();
+        bench.run();
+        let mut other = bench.push(&calm(5));
+        bench.run();
+        other.read();
+        assert!(other.said.tokens.is_empty(), "a reader may be slow");
+        assert_eq!(bench.status().preemptions, 0);
+        let again = bench.batch.next_deadline().expect("somebody waits");
+        std::thread::sleep(again.saturating_duration_since(Instant::now()));
+        bench.run();
+        other.read();
+        assert!(bench.status().preemptions > 0);
+        assert_eq!(other.said.same(), expected[2].same(), "{size:?}");
+        assert_eq!(bench.batch.next_deadline(), None);
+        for _ in 0..200 {
+            readers.iter_mut().for_each(|reader| reader.read());
+            bench.run();
+        }
+        for (reader, expected) in readers.iter().zip(&expected) {
+            assert_eq!(reader.said.same(), expected.same(), "{size:?}");
+        }
     }
 }
 

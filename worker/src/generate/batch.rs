@@ -50,6 +50,9 @@ use crate::{
 /// The root of what belongs to no tenant.
 const NOBODY: Key = [0; 32];
 
+/// How long a reader that does not read keeps a place, or blocks, that others wait for.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// How long it is remembered that requests come while prompts are read.
 const MEMORY: Duration = Duration::from_secs(5);
 
@@ -68,6 +71,8 @@ struct Running {
     given_up: usize,
     /// Whether it has rows in a step that has begun and not ended: it stays where it is until then.
     flies: bool,
+    /// Since when its reader has not read.
+    stalled: Option<Instant>,
 }
 
 impl Running {
@@ -131,6 +136,8 @@ pub struct Batch {
     masks: Masks,
     /// When a request last came while another one's prompt was read.
     company: Option<Instant>,
+    /// When a reader's patience ends whose place others wait for.
+    looks_again: Option<Instant>,
     /// What the row of a guess costs of a token in the step that is made, or that ends.
     guess_cost: f32,
     tally: Tally,
@@ -179,6 +186,7 @@ impl Batch {
             pace: Pace::default(),
             masks: Masks::default(),
             company: None,
+            looks_again: None,
             guess_cost: 1.0,
             tally: Tally::default(),
             arrivals: 0,
@@ -359,11 +367,12 @@ impl Batch {
         true
     }
 
-    /// The nearest deadline.
+    /// The nearest deadline, or when somebody may have to make room whose reader does not read.
     pub fn next_deadline(&self) -> Option<Instant> {
         let running = self.running.iter().map(|r| &r.member);
         let all = running.chain(&self.waiting);
-        all.filter_map(|member| member.task.deadline()).min()
+        let deadlines = all.filter_map(|member| member.task.deadline());
+        deadlines.chain(self.looks_again).min()
     }
 
     /// Ends every task with an error.

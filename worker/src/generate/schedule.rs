@@ -7,7 +7,7 @@
 //! class for the one that has the least left, and one in [`TURNS`] for the oldest one, so that a short prompt need not
 //! wait for a long one, nor a long one for ever. A piece that would keep a prompt from ending with the step may come later.
 
-use std::collections::BTreeMap;
+use std::{cmp::Reverse, collections::BTreeMap};
 
 use super::fair::{Class, Shares};
 
@@ -66,6 +66,15 @@ pub struct Holder {
     pub stalled: bool,
 }
 
+impl Holder {
+    /// Whoever has the least makes room first: the one of the lowest priority, of these the latest. Whoever made room counts one
+    /// priority higher each time, so that it is the others' turn at last.
+    pub fn rank(&self) -> (u64, Reverse<u64>) {
+        let priority = u64::from(self.priority) + u64::from(self.preempted);
+        (priority, Reverse(self.arrival))
+    }
+}
+
 /// Remembers who got what.
 #[derive(Debug, Default)]
 pub struct Schedule {
@@ -116,21 +125,11 @@ impl Schedule {
             .min_by_key(|&i| waiting[i].arrival)
     }
 
-    /// Which of those who hold blocks makes room for one of them: one that is stalled, else the one of the lowest
-    /// priority, of these the latest. Whoever made room counts one priority higher each time, so that it is the others'
-    /// turn at last. It may be `needy` itself.
+    /// Which of those who hold blocks makes room for one of them: one that is stalled, else any, by [rank](Holder::rank). It may
+    /// be `needy` itself.
     pub fn victim(holders: &[Holder], needy: usize) -> Option<usize> {
         let stalled = |i: usize| i != needy && holders[i].stalled;
-        (0..holders.len()).min_by_key(|&i| {
-            let Holder {
-                priority,
-                arrival,
-                preempted,
-                ..
-            } = holders[i];
-            let rank = u64::from(priority) + u64::from(preempted);
-            (!stalled(i), rank, std::cmp::Reverse(arrival))
-        })
+        (0..holders.len()).min_by_key(|&i| (!stalled(i), holders[i].rank()))
     }
 
     /// How many rows each computes in the next step, by place in `wants`: first those that draw, then prompts.

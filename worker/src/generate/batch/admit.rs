@@ -5,7 +5,7 @@ use std::time::Instant;
 use hotcell_kernels::backend::DeviceError;
 use hotcell_proto::error::{Error, Reason};
 
-use super::{Batch, Running};
+use super::{Batch, PATIENCE, Running};
 use crate::{
     debug::observer::WaitNote,
     generate::{
@@ -31,14 +31,19 @@ fn alike(a: &[u32], b: &[u32]) -> usize {
 impl Batch {
     /// Lets waiting ones in, in the order that [`Schedule`] says, while there are tables, and blocks for all tokens
     /// they have so far. One block per running sequence stays free, so that a newcomer is not thrown out again at
-    /// once. Those whose readers have no room wait on, and are passed.
+    /// once. Those whose readers have no room wait on, and are passed; those inside whose readers have had none for long make
+    /// room for others.
     pub(super) fn admit(&mut self, now: Instant) -> Result<(), DeviceError> {
-        if self.waiting.is_empty() || self.tables.is_empty() {
-            return Ok(());
+        self.looks_again = None;
+        for running in &mut self.running {
+            running.stalled = match running.member.task.has_room() {
+                true => None,
+                false => running.stalled.or(Some(now)),
+            };
         }
         let has_room = |&at: &usize| self.waiting[at].task.has_room();
         let mut open: Vec<usize> = (0..self.waiting.len()).filter(has_room).collect();
-        while !self.tables.is_empty() {
+        while !open.is_empty() && (!self.tables.is_empty() || self.put_back(now)) {
             let waiting: Vec<Waiting<'_>> = (open.iter())
                 .map(|&at| Waiting {
                     class: self.waiting[at].task.class(),
@@ -57,10 +62,42 @@ impl Batch {
                     }
                 }
                 Admitted::Later => {}
+                Admitted::NoRoom if self.put_back(now) => open.push(at),
                 Admitted::NoRoom => break,
             }
         }
         Ok(())
+    }
+
+    /// Has one make room whose reader has not read for long: it computes its tokens again when somebody reads. Returns whether
+    /// there was one; if one may be there later, it notes when.
+    fn put_back(&mut self, now: Instant) -> bool {
+        let stalled = |running: &Running| running.stalled.filter(|_| !running.flies);
+        let ends = |since: Instant| since + PATIENCE;
+        let ripe = |running: &Running| stalled(running).is_some_and(|since| ends(since) <= now);
+        let all = 0..self.running.len();
+        let victim = all
+            .filter(|&at| ripe(&self.running[at]))
+            .min_by_key(|&at| holder(&self.running[at]).rank());
+        match victim {
+            Some(at) => {
+                self.preempt(at);
+                true
+            }
+            None => {
+                let soonest = self.running.iter().filter_map(stalled).min();
+                self.looks_again = soonest.map(ends);
+                false
+            }
+        }
+    }
+
+    /// Has one inside wait again.
+    fn preempt(&mut self, at: usize) {
+        let mut member = self.remove(at);
+        member.preempted += 1;
+        self.tally.preemptions += 1;
+        self.waiting.push(member);
     }
 
     /// Whether this one is about to compute tokens that others wait for.
@@ -177,6 +214,7 @@ impl Batch {
             guesses: Vec::new(),
             given_up: 0,
             flies: false,
+            stalled: None,
         });
         Ok(Admitted::Yes)
     }
@@ -218,14 +256,12 @@ impl Batch {
                 return Ok(());
             };
             let alone = self.running.len() == 1 && self.check.is_none();
-            let mut member = self.remove(victim);
             if alone {
+                let member = self.remove(victim);
                 self.end(member).fail(too_large(len));
                 return Ok(());
             }
-            member.preempted += 1;
-            self.tally.preemptions += 1;
-            self.waiting.push(member);
+            self.preempt(victim);
             // Places after the victim moved down by one.
             at -= usize::from(victim < at);
         }
