@@ -7,9 +7,9 @@ mod wire;
 use std::{
     error::Error as StdError,
     ffi::OsString,
-    fmt, io,
+    fmt, fs, io,
     net::SocketAddr,
-    os::fd::OwnedFd,
+    os::{fd::OwnedFd, unix::fs::FileTypeExt},
     path::{Path, PathBuf},
     str::FromStr,
     sync::Arc,
@@ -509,6 +509,13 @@ fn unreachable(peer: &str, cause: &(dyn StdError + 'static)) -> Error {
         ),
         (Some(io::ErrorKind::NotFound), Some(_)) => {
             format!("no scheduler listens on {peer}; start one with {serve}")
+        }
+        (Some(io::ErrorKind::ConnectionRefused), Some(path))
+            if !fs::metadata(path).is_ok_and(|data| data.file_type().is_socket()) =>
+        {
+            format!(
+                "{peer} is no socket; start a scheduler on another path with --socket, and name it with --address"
+            )
         }
         (Some(io::ErrorKind::ConnectionRefused), Some(_)) => format!(
             "no scheduler listens on {peer}, where one left its socket behind; \

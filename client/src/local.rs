@@ -246,7 +246,10 @@ impl Drop for PrivateScheduler {
 }
 
 fn ended(status: ExitStatus, lines: &[String]) -> String {
-    let words = lines.iter().rev().find(|line| !line.trim().is_empty());
+    // Hints come after what is wrong.
+    let last = |is: &dyn Fn(&str) -> bool| lines.iter().rev().find(|line| is(line.trim()));
+    let words =
+        last(&|line| line.starts_with("error: ")).or_else(|| last(&|line| !line.is_empty()));
     match words {
         Some(line) => {
             let line = line.trim();
@@ -295,6 +298,23 @@ mod tests {
             },
         ],
     };
+
+    #[test]
+    fn what_is_wrong_is_quoted_and_not_the_hint_after_it() {
+        let status = ExitStatus::Code(2);
+        let lines = |lines: &[&str]| lines.iter().map(|l| (*l).to_owned()).collect::<Vec<_>>();
+        let said = lines(&[
+            "x",
+            "error: invalid value 'foo'",
+            "",
+            "For more information, try '--help'.",
+            "",
+        ]);
+        let why = ended(status, &said);
+        assert!(why.ends_with(": invalid value 'foo'"), "{why}");
+        assert!(ended(status, &lines(&["x", "y", ""])).ends_with(": y"));
+        assert!(ended(status, &[]).contains("hotcell serve"));
+    }
 
     #[tokio::test]
     async fn a_scheduler_that_ends_at_once_is_quoted_and_finds_its_descriptors() {

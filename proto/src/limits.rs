@@ -135,6 +135,10 @@ pub const MAX_PROBE_BYTES: usize = 1 << 20;
 pub const MAX_WORKER_REQUESTS: usize = 256;
 /// Requests a scheduler relays at once.
 pub const MAX_SCHEDULER_REQUESTS: usize = 4096;
+/// Bytes of prompts that a scheduler holds of the requests that it relays, of those with more than [`SMALL_PROMPT_BYTES`].
+pub const MAX_PROMPTS_BYTES: usize = 256 << 20;
+/// Bytes of a prompt up to which it is not counted.
+pub const SMALL_PROMPT_BYTES: usize = 64 << 10;
 /// Events of one stream that wait in a worker for a slow reader before its sequence pauses.
 pub const STREAM_BUFFER: usize = 64;
 /// Bytes that a scheduler holds of one stream until its client reads them; past that they wait in the worker.
@@ -353,6 +357,10 @@ pub const MAX_CONTROLS: usize = 4;
 
 // The calls of one connection alone fill no scheduler, and those from far have no more than those from here.
 const _: () = assert!(MAX_CALLS as usize <= MAX_SCHEDULER_REQUESTS);
+// What is not counted is no more than what is, and one prompt of the greatest size, as ids of four bytes too, is let in.
+const _: () = assert!(MAX_SCHEDULER_REQUESTS * SMALL_PROMPT_BYTES <= MAX_PROMPTS_BYTES);
+const _: () = assert!(MAX_PROMPT_BYTES <= MAX_PROMPTS_BYTES);
+const _: () = assert!(MAX_PROMPT_TOKENS * 4 <= MAX_PROMPTS_BYTES);
 const _: () = assert!(MAX_REMOTE_CALLS <= MAX_CALLS && MAX_HTTP_CALLS <= MAX_CALLS);
 const _: () = assert!(MAX_REMOTE_CALLS as usize <= MAX_CALLS_FROM_ADDRESS);
 // Less than a second would be told as none.

@@ -168,6 +168,8 @@ pub fn check_request(request: &GenerateRequest) -> Result<(), Error> {
 #[derive(Debug, Default)]
 struct Inside {
     count: usize,
+    /// Of their prompts.
+    bytes: usize,
     draining: bool,
 }
 
@@ -193,11 +195,11 @@ impl Admission {
         self.inside.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets a request in until the permit is dropped.
+    /// Lets a request with [so large](prompt_bytes) a prompt in until the permit is dropped.
     ///
     /// # Errors
     /// [`Reason::Draining`] or [`Reason::Overloaded`].
-    pub fn admit(&self) -> Result<Permit, Error> {
+    pub fn admit(&self, bytes: usize) -> Result<Permit, Error> {
         let mut inside = self.inside();
         if inside.draining {
             return Err(draining());
@@ -211,9 +213,25 @@ impl Admission {
                 ),
             ));
         }
+        let bytes = if bytes > limits::SMALL_PROMPT_BYTES {
+            bytes
+        } else {
+            0
+        };
+        let held = inside.bytes.saturating_add(bytes);
+        if bytes > 0 && held > limits::MAX_PROMPTS_BYTES {
+            let what = format!(
+                "requests with {} bytes of prompts are being served already, of at most {}; try again later",
+                inside.bytes,
+                limits::MAX_PROMPTS_BYTES
+            );
+            return Err(Error::new(Reason::Overloaded, what));
+        }
         inside.count += 1;
+        inside.bytes = held;
         Ok(Permit {
             door: self.clone(),
+            bytes,
             _tenants: None,
         })
     }
@@ -255,6 +273,8 @@ pub fn draining() -> Error {
 #[derive(Debug)]
 pub struct Permit {
     door: Admission,
+    /// Of its prompt, as they are counted.
+    bytes: usize,
     _tenants: Option<Held>,
 }
 
@@ -273,6 +293,7 @@ impl Drop for Permit {
     fn drop(&mut self) {
         let mut inside = self.door.inside();
         inside.count = inside.count.saturating_sub(1);
+        inside.bytes = inside.bytes.saturating_sub(self.bytes);
         drop(inside);
         self.door.changed.send_replace(());
     }
@@ -290,6 +311,17 @@ fn prompt_tokens(prompt: Option<&Prompt>) -> u64 {
         Some(Kind::Ids(ids)) => ids.ids.len() as u64,
         Some(Kind::Chat(chat)) => of_text(chat_bytes(chat)),
     }
+}
+
+/// Bytes that prompts take in memory.
+pub fn prompt_bytes<'a>(prompts: impl IntoIterator<Item = Option<&'a Prompt>>) -> usize {
+    let bytes = |prompt: Option<&Prompt>| match prompt.and_then(|p| p.kind.as_ref()) {
+        None => 0,
+        Some(Kind::Text(text)) => text.len(),
+        Some(Kind::Ids(ids)) => size_of_val(&ids.ids[..]),
+        Some(Kind::Chat(chat)) => chat_bytes(chat),
+    };
+    prompts.into_iter().map(bytes).sum()
 }
 
 /// What a request takes of what its tenant may have at once: a place, its prompt's tokens and those that it may
@@ -414,6 +446,26 @@ mod tests {
     }
 
     #[test]
+    fn large_prompts_are_let_in_as_long_as_there_is_room_for_them() {
+        let door = Admission::new(1000);
+        let largest = limits::MAX_PROMPT_BYTES;
+        let count = limits::MAX_PROMPTS_BYTES / largest;
+        let mut inside: Vec<_> = (0..count).map(|_| door.admit(largest).unwrap()).collect();
+        let error = door.admit(largest).unwrap_err();
+        assert_eq!(error.reason(), Reason::Overloaded);
+        assert!(error.message().contains("bytes of prompts"), "{error}");
+        // Small ones need none.
+        let small = door.admit(limits::SMALL_PROMPT_BYTES).unwrap();
+        assert_eq!(door.count(), count + 1);
+        inside.pop();
+        drop(door.admit(largest).unwrap());
+        inside.push(door.admit(largest).unwrap());
+        assert!(door.admit(largest).is_err());
+        drop((small, inside));
+        assert_eq!(door.inside().bytes, 0);
+    }
+
+    #[test]
     fn a_request_counts_for_its_prompt_and_what_it_may_generate() {
         let ids = |n: usize| Kind::Ids(TokenIds { ids: vec![1; n] });
         let of = |kind, max_tokens, context| {
@@ -434,14 +486,14 @@ mod tests {
     #[test]
     fn the_door_counts_and_closes() {
         let door = Admission::new(2);
-        let a = door.admit().unwrap();
+        let a = door.admit(0).unwrap();
         let reason = |r: Result<Permit, Error>| r.unwrap_err().reason();
-        let b = door.admit().unwrap();
-        assert_eq!(reason(door.admit()), Reason::Overloaded);
+        let b = door.admit(0).unwrap();
+        assert_eq!(reason(door.admit(0)), Reason::Overloaded);
         drop(a);
-        let c = door.admit().unwrap();
+        let c = door.admit(0).unwrap();
         door.close();
-        assert_eq!(reason(door.admit()), Reason::Draining);
+        assert_eq!(reason(door.admit(0)), Reason::Draining);
         assert_eq!(door.count(), 2);
         drop((b, c));
         assert_eq!(door.count(), 0);
@@ -450,7 +502,7 @@ mod tests {
     #[tokio::test]
     async fn the_drain_waits_for_the_last_to_leave() {
         let door = Admission::new(2);
-        let permit = door.admit().unwrap();
+        let permit = door.admit(0).unwrap();
         let waiting = tokio::spawn({
             let door = door.clone();
             async move { door.empty().await }

@@ -176,7 +176,15 @@ impl From<ExitStatus> for Ended {
 
 /// Classifies the end of a process that nobody here had ordered.
 pub fn classify(ended: &Ended) -> Death {
-    let last = ended.last_lines.last().map_or("", String::as_str);
+    // Of a log's lines those alone that say that something is wrong.
+    let is_calm = |line: &str| {
+        let line = line.trim_start();
+        ["INFO ", "DEBUG ", "TRACE "]
+            .iter()
+            .any(|level| line.starts_with(level))
+    };
+    let mut words = ended.last_lines.iter().rev();
+    let last = words.find(|line| !is_calm(line)).map_or("", String::as_str);
     let said = match last {
         "" => String::new(),
         last => format!("it said last: {last}"),
@@ -364,6 +372,9 @@ mod tests {
         );
         let crashed = classify(&saying(signal(SIGSEGV), "w")).to_string();
         assert_eq!(crashed, "killed by SIGSEGV; it said last: w");
+        let calm = " INFO hotcell_worker::engine::load: memory of a model";
+        let crashed = classify(&saying(signal(SIGSEGV), calm)).to_string();
+        assert_eq!(crashed, "killed by SIGSEGV; it said last: an earlier line");
         let flags = classify(&saying(code(2), "no such flag"));
         assert_eq!(flags.kind.name(), "cannot_start");
         assert!(flags.detail.contains("exit code 2"), "{}", flags.detail);

@@ -98,6 +98,6 @@ pub fn router(
         .method_not_allowed_fallback(failure::no_such_method)
         .layer(middleware::from_fn_with_state(routes, web::translated))
         .layer(middleware::from_fn_with_state(shared.clone(), guard::guard))
-        .layer(web::consent(origins))
+        .layer(web::consent(shared, origins))
         .with_state(shared.clone())
 }

@@ -83,9 +83,7 @@ impl Copy {
 
     /// Whether no change was seen. That its name is gone, as when a cache is cleared, is none.
     pub fn is_unchanged(&self) -> bool {
-        let state = |i: &FileIdentity| (i.dev, i.ino, i.len, i.mtime_ns);
-        self.sealed
-            || FileIdentity::of(&self.fd).is_ok_and(|now| state(&now) == state(&self.identity))
+        self.sealed || FileIdentity::of(&self.fd).is_ok_and(|now| now.has_bytes_of(&self.identity))
     }
 
     /// Has nobody find it any more.

@@ -167,13 +167,13 @@ impl OpenModel {
         files
     }
 
-    /// Refuses if a file is not what it was when it was opened.
+    /// Refuses if a file is not what it was when it was opened. That another one has its name now, or none, changes nothing.
     ///
     /// # Errors
     /// [`Reason::ModelChanged`], naming the file.
     pub fn check(&self) -> Result<(), Error> {
         for file in self.files.iter().filter(|f| !f.sealed) {
-            if !FileIdentity::of(&file.fd).is_ok_and(|now| now == file.identity) {
+            if !FileIdentity::of(&file.fd).is_ok_and(|now| now.has_bytes_of(&file.identity)) {
                 return Err(changed(&file.name));
             }
         }

@@ -202,7 +202,7 @@ async fn who_sends_slowly_is_cut_off() {
     let half = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{\"prompt\":";
     stream.write_all(half).unwrap();
     let answer = rest(stream);
-    assert_eq!(status(&answer), "504", "{answer}");
+    assert_eq!(status(&answer), "408", "{answer}");
     serves(to);
 }
 

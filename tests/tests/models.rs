@@ -507,3 +507,40 @@ async fn limits_and_names_are_a_models_own() {
     let error = complete(&client, "bee", 3).await.unwrap_err();
     assert_eq!(error, Reason::ModelNotFound);
 }
+
+/// The weights are those that were opened, whatever has their name now.
+#[tokio::test]
+async fn a_models_file_may_be_replaced_by_name_renamed_or_removed() {
+    let cluster = Cluster::ready().await.unwrap();
+    let client = cluster.client().await.unwrap();
+    let folder = cluster.folder.path().join("models");
+    fs::create_dir(&folder).unwrap();
+    let (path, other) = (folder.join("m.gguf"), folder.join("other.gguf"));
+    fs::copy(golden("gguf/llama3-q8_0.gguf"), &path).unwrap();
+    client.load("m", path.to_str().unwrap()).await.unwrap();
+    let said = text(&client, "m", 8).await;
+    let acts: [&dyn Fn(); 4] = [
+        &|| {
+            fs::write(&other, "no model at all").unwrap();
+            fs::rename(&other, &path).unwrap();
+        },
+        &|| {
+            fs::copy(golden("gguf/llama3-q8_0.gguf"), &path)
+                .map(drop)
+                .unwrap()
+        },
+        &|| fs::rename(&path, &other).unwrap(),
+        &|| fs::remove_file(&other).unwrap(),
+    ];
+    for (epoch, act) in acts.into_iter().enumerate() {
+        act();
+        let workers = cluster.workers(all_have("m")).await.unwrap();
+        signal_pid(workers[0].pid, Signal::KILL).unwrap();
+        let again = |all: &[v1::WorkerInfo]| {
+            all_have("m")(all) && all.iter().all(|w| w.epoch as usize >= epoch + 2)
+        };
+        cluster.workers(again).await.unwrap();
+        assert_eq!(text(&client, "m", 8).await, said);
+        assert_eq!(state(&client, "m").await, ModelState::Loaded);
+    }
+}

@@ -179,6 +179,12 @@ async fn browsers_are_told_which_pages_may_call() {
         ask("https://evil.example").header("access-control-allow-origin"),
         None
     );
+    // Where no tokens are asked for, this machine's may.
+    let here = "http://localhost:3000";
+    let told = ask(here)
+        .header("access-control-allow-origin")
+        .map(str::to_owned);
+    assert_eq!(told.as_deref(), Some(here));
     // Whoever is not asked beforehand is refused all the same.
     let body = br#"{"prompt": "In the beginning", "max_tokens": 4}"#;
     let from = |origin| call(to, "POST", "/v1/completions", &[("origin", origin)], body);

@@ -23,8 +23,8 @@ use super::{
     ui::{DIM, Ui},
 };
 
-/// Ids that a model is taken to know which does not say.
-const VOCABULARY: u32 = 512;
+/// Ids that a model is taken to know which does not say: one for each byte.
+const VOCABULARY: u32 = 256;
 
 /// `hotcell bench`.
 #[derive(Args, Clone, Debug)]

@@ -198,12 +198,20 @@ pub fn check_folder(path: &Path, reach: Reach) -> Result<(), ListenError> {
         ));
     }
     let shown = folder.display();
+    // What belongs to the system, or to everybody, is not to be closed.
+    let depth = folder.canonicalize().map_or(0, |f| f.components().count());
+    let close = |mode: u32, to: &str| match mode & 0o1000 != 0 || depth <= 2 {
+        true => String::new(),
+        false => format!("`chmod {to} {shown}`, or "),
+    };
     match (reach, data.mode() & 0o7777) {
         (Reach::Own, mode) if mode & 0o077 != 0 => refused(format!(
-            "others may enter the socket's directory (mode {mode:04o}); `chmod 700 {shown}`, or choose a path in a directory of its own"
+            "others may enter the socket's directory (mode {mode:04o}); {}choose a path in a directory of its own",
+            close(mode, "700")
         )),
         (Reach::Others, mode) if mode & 0o022 != 0 => refused(format!(
-            "others may write into the socket's directory (mode {mode:04o}); `chmod 711 {shown}`, or choose a path in a directory of its own"
+            "others may write into the socket's directory (mode {mode:04o}); {}choose a path in a directory of its own",
+            close(mode, "711")
         )),
         _ => Ok(()),
     }

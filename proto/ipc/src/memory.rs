@@ -141,8 +141,8 @@ const PAGE_AT_MOST: usize = 64 << 10;
 /// What tells one state of a file from another without reading it.
 ///
 /// The kernel stamps times with a clock tick's grain on older kernels, and writes through somebody's shared
-/// mapping stamp late: equality means "no change was seen", not a proof of equal bytes. Renaming or linking a
-/// file changes its ctime, and so its identity.
+/// mapping stamp late: equality means "no change was seen", not a proof of equal bytes. Renaming, linking or unlinking a
+/// file, or changing who may read it, changes its ctime, and so its identity, but not its [bytes](FileIdentity::has_bytes_of).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileIdentity {
     /// Device number of the filesystem.
@@ -164,6 +164,13 @@ impl FileIdentity {
     /// What `dup` or `fstat` report.
     pub fn of(fd: impl AsFd) -> io::Result<FileIdentity> {
         Self::of_open(&File::from(fd.as_fd().try_clone_to_owned()?))
+    }
+
+    /// Whether it is the same file, and no change of its bytes was seen between the two. Whoever writes to a file and sets its
+    /// time back is not found out.
+    pub fn has_bytes_of(&self, other: &FileIdentity) -> bool {
+        let bytes = |i: &FileIdentity| (i.dev, i.ino, i.len, i.mtime_ns);
+        bytes(self) == bytes(other)
     }
 
     fn of_open(file: &File) -> io::Result<FileIdentity> {
@@ -292,10 +299,10 @@ impl Mapping {
         }
     }
 
-    /// Whether the file still has the identity it was mapped with (see [`FileIdentity`] for what that misses).
+    /// Whether no change of the file's bytes was seen since it was mapped (see [`FileIdentity`] for what that misses).
     /// A failing `fstat` counts as changed.
     pub fn unchanged(&self) -> bool {
-        FileIdentity::of_open(&self.0.file).is_ok_and(|now| now == self.0.identity)
+        FileIdentity::of_open(&self.0.file).is_ok_and(|now| now.has_bytes_of(&self.0.identity))
     }
 }
 

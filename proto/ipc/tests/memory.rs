@@ -83,6 +83,11 @@ fn a_mapping_sees_that_its_file_changed() {
 
     let mapping = Mapping::of_file(&file).unwrap();
     assert!(mapping.unchanged());
+    std::thread::sleep(Duration::from_millis(20));
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+    file.set_permissions(mode).unwrap();
+    assert_ne!(mapping.identity(), FileIdentity::of(&file).unwrap());
+    assert!(mapping.unchanged(), "the bytes are the same");
     file.set_len(1000).unwrap();
     assert!(!mapping.unchanged());
     assert!(!clone.unchanged());

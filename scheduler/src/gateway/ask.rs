@@ -78,7 +78,7 @@ impl Branches {
     ) -> Result<Self, Error> {
         let all = u32::try_from(requests.len()).unwrap_or(u32::MAX);
         let all = all.saturating_mul(n);
-        if n == 0 || all > limits::MAX_CHOICES {
+        if all == 0 || all > limits::MAX_CHOICES {
             let what = format!(
                 "{all} continuations were asked for; between 1 and {} can be had",
                 limits::MAX_CHOICES

@@ -34,10 +34,8 @@ pub(super) async fn read(mut body: Body) -> Result<Bytes, Error> {
     let mut whole = Vec::new();
     let mut first = None;
     while let Some(frame) = timeout(patience, body.frame()).await.map_err(|_| {
-        Error::new(
-            Reason::DeadlineExceeded,
-            "the request's body did not come in time; send it again",
-        )
+        let what = "the request's body did not come in time; send it again";
+        Error::new(Reason::DeadlineExceeded, what).with("field", super::failure::BODY)
     })? {
         let frame = frame.map_err(|e| {
             let what = format!("the request's body cannot be read: {e}");

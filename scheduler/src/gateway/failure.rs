@@ -53,12 +53,13 @@ impl Flavor {
     }
 }
 
-/// The field that an error names which is about a body as a whole: it is too large.
+/// The field that an error names which is about a body as a whole: it is too large, or does not come.
 pub(super) const BODY: &str = "body";
 
 /// The status that says the same as an error.
 pub(super) fn status(error: &Error) -> StatusCode {
     match error.reason().code() {
+        Code::DeadlineExceeded if error.get("field") == Some(BODY) => StatusCode::REQUEST_TIMEOUT,
         _ if error.get("field") == Some(BODY) => StatusCode::PAYLOAD_TOO_LARGE,
         Code::Ok => StatusCode::OK,
         Code::InvalidArgument | Code::FailedPrecondition | Code::OutOfRange => {
@@ -116,6 +117,12 @@ impl IntoResponse for Failed {
         if let Some(seconds) = error.reason().retry_after() {
             let value = HeaderValue::from(seconds);
             response.headers_mut().insert(header::RETRY_AFTER, value);
+        }
+        if status == StatusCode::UNAUTHORIZED {
+            let value = HeaderValue::from_static("Bearer");
+            response
+                .headers_mut()
+                .insert(header::WWW_AUTHENTICATE, value);
         }
         response
     }

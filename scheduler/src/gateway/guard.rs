@@ -2,7 +2,7 @@
 
 use axum::{
     extract::{Request, State},
-    http::{HeaderMap, StatusCode, Uri, header},
+    http::{HeaderMap, HeaderValue, StatusCode, Uri, header},
     middleware::Next,
     response::{IntoResponse, Response},
 };
@@ -10,7 +10,7 @@ use hotcell_proto::error::{Error, Reason};
 
 use super::{
     failure::{Failed, Flavor, no_such_path},
-    web::WebOrigin,
+    web::{WebOrigin, is_here, is_page_of_here},
 };
 use crate::{
     access::{self, Need, Outcome, bearer},
@@ -112,18 +112,6 @@ fn key(headers: &HeaderMap) -> Result<Option<&str>, Error> {
     Ok(keys.next().and_then(|value| value.to_str().ok()))
 }
 
-/// Whether a host, with or without a port, is this machine's by its name alone.
-fn is_here(host: &str) -> bool {
-    let name = match host.strip_prefix('[') {
-        Some(v6) => v6.split(']').next().unwrap_or_default(),
-        None => host.rsplit_once(':').map_or(host, |(name, _)| name),
-    };
-    name.eq_ignore_ascii_case("localhost")
-        || name
-            .parse::<std::net::IpAddr>()
-            .is_ok_and(|ip| ip.is_loopback())
-}
-
 /// Where nobody shows a token, whoever sits at this machine is let in, and so would be every web page that its browser
 /// shows: by a request that needs no consent (`Origin` tells), or by a name that was made to lead here (`Host` tells).
 fn not_from_a_page(uri: &Uri, headers: &HeaderMap, known: &[WebOrigin]) -> Result<(), Error> {
@@ -135,12 +123,9 @@ fn not_from_a_page(uri: &Uri, headers: &HeaderMap, known: &[WebOrigin]) -> Resul
         Err(Error::new(Reason::PermissionDenied, why))
     };
     let origin = headers.get(header::ORIGIN);
-    if let Some(origin) = origin.filter(|origin| !known.iter().any(|known| known.is(origin))) {
-        let origin = origin.to_str().unwrap_or("?");
-        let host = origin.split_once("://").map_or("", |(_, host)| host);
-        if !is_here(host) {
-            return refused("the call's origin", origin);
-        }
+    let may = |origin: &HeaderValue| known.iter().any(|k| k.is(origin)) || is_page_of_here(origin);
+    if let Some(origin) = origin.filter(|origin| !may(origin)) {
+        return refused("the call's origin", origin.to_str().unwrap_or("?"));
     }
     let host = headers.get(header::HOST).map(|h| h.to_str().unwrap_or("?"));
     let host = uri.authority().map(|a| a.as_str()).or(host);

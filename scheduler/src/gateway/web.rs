@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr, time::Duration};
 use axum::{
     body::Body,
     extract::{Request, State},
-    http::{HeaderName, HeaderValue, Method, header},
+    http::{HeaderName, HeaderValue, Method, header, request::Parts},
     middleware::Next,
     response::{IntoResponse, Response},
 };
@@ -13,9 +13,9 @@ use serde::{Deserialize, Deserializer, de::Error as _};
 use tonic::service::Routes;
 use tonic_web::GrpcWebLayer;
 use tower::{Layer, ServiceExt};
-use tower_http::cors::{AllowHeaders, CorsLayer};
+use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
-use crate::traces::TRACEPARENT;
+use crate::{service::Shared, traces::TRACEPARENT};
 
 /// How long a browser may remember what it may send.
 const REMEMBERED: Duration = Duration::from_secs(600);
@@ -70,14 +70,38 @@ impl<'de> Deserialize<'de> for WebOrigin {
     }
 }
 
-/// Tells browsers which pages may read what is answered.
-pub(super) fn consent(origins: &[WebOrigin]) -> CorsLayer {
+/// Whether a host, with or without a port, is this machine's by its name alone.
+pub(super) fn is_here(host: &str) -> bool {
+    let name = match host.strip_prefix('[') {
+        Some(v6) => v6.split(']').next().unwrap_or_default(),
+        None => host.rsplit_once(':').map_or(host, |(name, _)| name),
+    };
+    name.eq_ignore_ascii_case("localhost")
+        || name
+            .parse::<std::net::IpAddr>()
+            .is_ok_and(|ip| ip.is_loopback())
+}
+
+/// Whether a request's `Origin` is a page of this machine.
+pub(super) fn is_page_of_here(origin: &HeaderValue) -> bool {
+    let origin = origin.to_str().unwrap_or("?");
+    let host = origin.split_once("://").map_or("", |(_, host)| host);
+    is_here(host)
+}
+
+/// Tells browsers which pages may read what is answered: those that may call.
+pub(super) fn consent(shared: &Shared, origins: &[WebOrigin]) -> CorsLayer {
+    let (shared, origins) = (shared.clone(), origins.to_vec());
+    let may = move |origin: &HeaderValue, _: &Parts| {
+        origins.iter().any(|known| known.is(origin))
+            || (!shared.access.asks_for_tokens() && is_page_of_here(origin))
+    };
     let layer = CorsLayer::new()
         .allow_methods([Method::GET, Method::POST, Method::DELETE])
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers(EXPOSED)
         .max_age(REMEMBERED);
-    layer.allow_origin(origins.iter().map(|o| o.0.clone()).collect::<Vec<_>>())
+    layer.allow_origin(AllowOrigin::predicate(may))
 }
 
 /// Answers calls in gRPC-Web's form by our own services; all others go on.
@@ -103,6 +127,13 @@ pub(super) async fn translated(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pages_of_this_machine_are_known_by_their_host() {
+        let is = |origin| is_page_of_here(&HeaderValue::from_static(origin));
+        assert!(is("http://localhost:3000") && is("http://127.0.0.1") && is("http://[::1]:80"));
+        assert!(!is("null") && !is("https://app.example") && !is("http://localhost.example"));
+    }
 
     #[test]
     fn an_origin_is_what_a_browser_sends() {

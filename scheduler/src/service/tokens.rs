@@ -19,7 +19,9 @@ use tonic::{Request, Response, Status};
 use super::{Shared, deadline, is_remote, within};
 use crate::{
     access::{Caller, Want},
-    admission::{Permit, check_embed, check_prompt, check_request, wanted, wanted_for},
+    admission::{
+        Permit, check_embed, check_prompt, check_request, prompt_bytes, wanted, wanted_for,
+    },
     elsewhere,
     relay::{self, Call},
     stream::{EventStream, Mark},
@@ -90,7 +92,8 @@ impl Shared {
         let streams = self.streams.clone();
         let admit = || {
             let context = self.fleet.bounds(&model).map(|b| b.context);
-            self.enter(&request.tenant, wanted(&request, context))
+            let bytes = prompt_bytes([request.prompt.as_ref()]);
+            self.enter(&request.tenant, wanted(&request, context), bytes)
         };
         let opened = streams.open((&id, &request.tenant), fingerprint, begin, admit)?;
         let (stream, permit) = match opened {
@@ -119,9 +122,9 @@ impl Shared {
         reader
     }
 
-    /// Lets a request of a tenant in.
-    fn enter(&self, tenant: &str, want: Want) -> Result<Permit, Error> {
-        let permit = self.admission.admit()?;
+    /// Lets a request of a tenant in, with so many bytes of prompts.
+    fn enter(&self, tenant: &str, want: Want, bytes: usize) -> Result<Permit, Error> {
+        let permit = self.admission.admit(bytes)?;
         Ok(permit.with(self.access.take(tenant, want)?))
     }
 
@@ -164,7 +167,8 @@ impl Shared {
         traces::of_model(trace, TOKENIZE, &model);
         let want = wanted_for([request.prompt.as_ref()]);
         let tenant = caller.tenant("");
-        let _permit = self.enter(tenant, want)?;
+        let bytes = prompt_bytes([request.prompt.as_ref()]);
+        let _permit = self.enter(tenant, want, bytes)?;
         let prompt = request.prompt.and_then(|p| p.kind);
         let call = text::tokenize(
             &self.fleet,
@@ -215,7 +219,7 @@ impl Shared {
             ..Want::default()
         };
         let tenant = caller.tenant("");
-        let _permit = self.enter(tenant, want)?;
+        let _permit = self.enter(tenant, want, size_of_val(&request.ids[..]))?;
         let call = text::detokenize(
             &self.fleet,
             (&model, tenant),
@@ -259,7 +263,8 @@ impl Shared {
         let (model, _using) = self.fleet.engage(&request.model)?;
         traces::of_model(trace, EMBEDDINGS, &model);
         let want = wanted_for(request.prompts.iter().map(Some));
-        let _permit = self.enter(&request.tenant, want)?;
+        let bytes = prompt_bytes(request.prompts.iter().map(Some));
+        let _permit = self.enter(&request.tenant, want, bytes)?;
         let call = text::embed(&self.fleet, &model, request, (deadline, trace));
         within(deadline, call).await
     }

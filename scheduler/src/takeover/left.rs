@@ -412,7 +412,8 @@ fn resume(shared: &Shared, held: HeldStream) -> Result<(), hotcell_proto::error:
     };
     let begun = shared
         .admission
-        .admit()
+        // Its prompt was let in before.
+        .admit(0)
         .and_then(|permit| Ok((permit, ModelName::new(running.request.model.as_str())?)));
     let begun = begun.map(|(permit, model)| {
         let context = shared.fleet.bounds(&model).map(|b| b.context);

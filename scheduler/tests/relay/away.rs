@@ -289,7 +289,7 @@ async fn a_stream_comes_back_when_the_other_host_cannot_go_on() {
 async fn a_full_host_is_asked_until_it_has_room() {
     let other = Other::new(1).await;
     let full: Vec<_> = (0..limits::MAX_SCHEDULER_REQUESTS)
-        .map(|_| other.house.shared.admission.admit().unwrap())
+        .map(|_| other.house.shared.admission.admit(0).unwrap())
         .collect();
     let house = held_at(10).await;
     let running = begun(&house, named("mine", 32), 10).await;

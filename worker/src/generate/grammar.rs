@@ -108,7 +108,13 @@ impl Grammars {
 
 /// The library's words, cut to what may be passed on.
 fn refused(why: &str) -> Error {
-    let line = why.lines().next().unwrap_or_default();
+    let mut lines = why.lines().filter(|line| !line.trim().is_empty());
+    let first = lines.next().unwrap_or_default();
+    // Where only what follows says why, that is at its end.
+    let line = match lines.next_back().filter(|_| first.ends_with(':')) {
+        Some(last) => format!("{first} {}", last.trim()),
+        None => first.to_owned(),
+    };
     let line: String = line.chars().take(limits::MAX_WORD).collect();
     invalid(format!("the grammar is refused: {line}"))
 }
@@ -292,5 +298,23 @@ impl Follower {
             )),
             false => Ok(Allowed(self.mask.as_slice())),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_says_why() {
+        let said = |why: &str| refused(why).message().to_owned();
+        assert_eq!(said("no rule"), "the grammar is refused: no rule");
+        assert_eq!(said("no rule\nat 3"), "the grammar is refused: no rule");
+        let regex = "regex parse error:\n    (\n    ^\nerror: unclosed group\n";
+        assert_eq!(
+            said(regex),
+            "the grammar is refused: regex parse error: error: unclosed group"
+        );
+        assert_eq!(said("alone:"), "the grammar is refused: alone:");
     }
 }

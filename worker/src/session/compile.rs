@@ -3,7 +3,11 @@
 
 use std::{rc::Rc, sync::Arc};
 
-use hotcell_graph::{Graph, op::Call, wire::encode_tensor_spec};
+use hotcell_graph::{
+    Graph,
+    op::{Call, ValueSpec},
+    wire::encode_tensor_spec,
+};
 use hotcell_kernels::{
     backend::{Device, DeviceError},
     lower,
@@ -233,9 +237,12 @@ impl Session {
             ..v1::CompileResponse::default()
         };
         let inputs = draft.graph.inputs().iter().map(|i| i.spec.clone());
+        let inputs: Vec<ValueSpec> = inputs.collect();
+        let is_cache = |i: &usize| matches!(inputs[*i], ValueSpec::Cache(_));
         let entry = PlanEntry {
             plan: plan.into(),
-            inputs: inputs.collect(),
+            caches: (0..inputs.len()).filter(is_cache).collect(),
+            inputs,
             outputs,
             max_rows: draft.graph.max_rows(),
             memory,

@@ -59,11 +59,16 @@ impl Hub {
     }
 }
 
+/// Freed buffers that a session keeps at most: each takes memory of the worker's beside its bytes, which are what is counted.
+const MOST_KEPT: usize = 1024;
+
 /// A session's memory. What it frees is kept for itself and never given to others.
 pub struct Pool {
     hub: Rc<Hub>,
     account: Arc<Account>,
     freed: RefCell<BTreeMap<usize, Vec<(Buffer, Charge)>>>,
+    /// How many these are.
+    kept: Cell<usize>,
     cache_limit: Cell<u64>,
     dry_run: bool,
 }
@@ -92,6 +97,7 @@ impl Pool {
             hub: Rc::clone(hub),
             account: Account::new(limit, Some(parent)),
             freed: RefCell::default(),
+            kept: Cell::new(0),
             cache_limit: Cell::new(limit),
             dry_run,
         });
@@ -137,6 +143,7 @@ impl Pool {
     /// Gives freed memory back to the system.
     pub fn clear(&self) {
         let freed = std::mem::take(&mut *self.freed.borrow_mut());
+        self.kept.set(0);
         drop(freed);
     }
 
@@ -204,6 +211,7 @@ impl Pool {
             freed.remove(&bytes);
         }
         let (buffer, mut charge) = found?;
+        self.kept.set(self.kept.get().saturating_sub(1));
         charge.set_cached(false);
         Some((buffer, charge))
     }
@@ -300,12 +308,13 @@ impl Pool {
         };
         let cached = self.account.usage().cached;
         let fits = cached.saturating_add(bytes as u64) <= self.cache_limit.get();
-        if !fits || bytes == 0 || buffer.is_shared() {
+        if !fits || self.kept.get() >= MOST_KEPT || bytes == 0 || buffer.is_shared() {
             return;
         }
         charge.set_cached(true);
         let mut freed = self.freed.borrow_mut();
         freed.entry(bytes).or_default().push((buffer, charge));
+        self.kept.set(self.kept.get() + 1);
     }
 }
 

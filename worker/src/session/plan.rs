@@ -15,6 +15,8 @@ pub struct PlanEntry {
     pub plan: RefCell<Box<dyn Plan>>,
     /// The graph's inputs.
     pub inputs: Vec<ValueSpec>,
+    /// Which of these are caches.
+    pub caches: Vec<usize>,
     /// The graph's outputs.
     pub outputs: Vec<TensorSpec>,
     /// Rows at most.

@@ -22,12 +22,17 @@ use super::{
 /// Bytes that a call takes for each of its inputs and outputs, about.
 const SLOT_BYTES: usize = 256;
 
+/// Inputs and outputs of a short call at most: checking each takes its time too.
+const SHORT_SLOTS: usize = 64;
+
 impl Session {
     /// Whether a call takes but microseconds: those before it of the same plan did, and could with any data.
     pub fn is_short(&self, request: &CallRequest) -> bool {
         let is_small = |p: &Rc<PlanEntry>| p.plan.try_borrow().is_ok_and(|plan| plan.is_small());
+        let is_short =
+            |p: &Rc<PlanEntry>| p.inputs.len() + p.outputs.len() <= SHORT_SLOTS && is_small(p);
         let plan = self.plans.get(&request.plan);
-        !request.detached && plan.is_some_and(|p| p.is_quick.get() && is_small(p))
+        !request.detached && plan.is_some_and(|p| p.is_quick.get() && is_short(p))
     }
 
     /// Queues a call. Returns its fence and, as they are now, the tensors it will write.
@@ -82,6 +87,7 @@ impl Session {
             cancelled,
             stopped: false,
             reply,
+            settled: 0.into(),
             at: None,
             compute: Duration::ZERO,
             copies: Vec::new(),

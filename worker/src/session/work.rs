@@ -3,6 +3,7 @@
 //! A call waits only for what was queued before it (values, fences, a plan or cache in use), so none waits for ever.
 
 use std::{
+    cell::Cell,
     collections::{BTreeMap, VecDeque},
     rc::Rc,
     sync::{
@@ -73,6 +74,8 @@ pub(super) struct Job {
     /// Its stream was cancelled.
     pub(super) stopped: bool,
     pub(super) reply: Option<Reply>,
+    /// How many values, first of those it reads and then of those in whose place it writes, are known to be settled: they stay so.
+    pub(super) settled: Cell<usize>,
     /// The node it has come to, once it started.
     pub(super) at: Option<usize>,
     pub(super) compute: Duration,
@@ -83,6 +86,23 @@ pub(super) struct Job {
 }
 
 impl Job {
+    /// Whether nothing queued changes what it reads or replaces any more. Asked again and again, it looks at each value once.
+    fn is_settled(&self) -> bool {
+        let replaced = |o: &Output| match &o.goal {
+            Goal::Into(_, _, before) => before.is_settled(),
+            _ => true,
+        };
+        let known = self.settled.get();
+        let reads = self.inputs.iter().skip(known);
+        let mut now = known + reads.take_while(|value| value.is_settled()).count();
+        if now >= self.inputs.len() {
+            let writes = self.outputs.iter().skip(now - self.inputs.len());
+            now += writes.take_while(|output| replaced(output)).count();
+        }
+        self.settled.set(now);
+        now == self.inputs.len() + self.outputs.len()
+    }
+
     fn is_cancelled(&self) -> bool {
         self.stopped || self.cancelled.load(Ordering::Acquire)
     }
@@ -214,16 +234,11 @@ impl Session {
         if job.is_cancelled() || job.at.is_some() {
             return true;
         }
-        let caches = || job.plan.inputs.iter().zip(&job.inputs);
-        let before = |o: &Output| match &o.goal {
-            Goal::Into(_, _, before) => before.is_settled(),
-            _ => true,
-        };
+        let in_use = |&cache: &usize| job.inputs.get(cache).is_some_and(|value| value.busy.get());
         !job.plan.busy.get()
             && job.wait.iter().all(|f| self.streams.has_passed(*f))
-            && job.inputs.iter().all(|v| v.is_settled())
-            && job.outputs.iter().all(before)
-            && caches().all(|(spec, v)| !matches!(spec, ValueSpec::Cache(_)) || !v.busy.get())
+            && job.is_settled()
+            && !job.plan.caches.iter().any(in_use)
     }
 
     /// Runs the stream's first call until it ends or `pause` says so between two nodes. Returns whether it ended.
@@ -435,7 +450,11 @@ impl Session {
             done.set(done.get() + 1);
             self.pool.executed();
         }
-        job.plan.is_quick.set(job.compute < QUICK);
+        // One that did not come to its end says nothing of those that do, unless it took long.
+        let is_quick = job.compute < QUICK;
+        job.plan
+            .is_quick
+            .set(is_quick && (failed.is_none() || job.plan.is_quick.get()));
         if let Some(s) = self.streams.streams.get_mut(&stream) {
             s.passed = job.fence;
         }

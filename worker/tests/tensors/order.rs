@@ -181,6 +181,26 @@ async fn a_failure_goes_to_all_that_depend_on_it() {
 }
 
 #[tokio::test]
+async fn freed_tensors_that_are_kept_are_not_any_number() {
+    let host = worker(256 * MIB);
+    let client = Client::open(&host).await;
+    let mut all = Vec::new();
+    for _ in 0..1100 {
+        all.push(client.upload(&[1], &[1.0]).await);
+    }
+    client.free(&all).await.unwrap();
+    // Each takes more memory than the four bytes that are counted.
+    assert_eq!(client.memory().await.cache, 1024 * 4);
+    for tensor in &mut all {
+        *tensor = client.upload(&[1], &[2.0]).await;
+    }
+    assert_eq!(client.memory().await.cache, 0);
+    assert_eq!(client.download(&all[0]).await, [2.0]);
+    client.free(&all).await.unwrap();
+    assert_eq!(client.memory().await.cache, 1024 * 4);
+}
+
+#[tokio::test]
 async fn memory_of_one_session_is_never_seen_by_another() {
     let host = worker(256 * MIB);
     let secret: Vec<f32> = vec![12345.0; 1 << 16];

@@ -91,8 +91,16 @@ pub(super) async fn ps(State(shared): State<Shared>) -> Response {
 
 #[derive(Debug, Deserialize)]
 struct Show {
-    #[serde(alias = "name")]
-    model: String,
+    model: Option<String>,
+    /// Its old name. Ollama's own client sends both, and one of them empty.
+    name: Option<String>,
+}
+
+impl Show {
+    fn named(self) -> String {
+        let model = self.model.filter(|model| !model.is_empty());
+        model.or(self.name).unwrap_or_default()
+    }
 }
 
 /// `POST /api/show`.
@@ -115,7 +123,12 @@ pub(super) fn find(shared: &Shared, name: &str) -> Result<ModelInfo, Error> {
 
 async fn shown(shared: &Shared, body: Body) -> Result<Response, Error> {
     let asked: Show = body::json(body).await?;
-    let info = find(shared, &asked.model)?;
+    let named = asked.named();
+    if named.is_empty() {
+        let what = "the request names no model; give it in `model`";
+        return Err(Error::new(Reason::InvalidArgument, what));
+    }
+    let info = find(shared, &named)?;
     let summary = info.summary.clone().unwrap_or_default();
     let architecture = &summary.architecture;
     let mut capabilities = vec!["completion", "embedding"];
@@ -142,4 +155,21 @@ async fn shown(shared: &Shared, body: Body) -> Result<Response, Error> {
         "modified_at": now(),
     });
     Ok(Json(value).into_response())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_to_show_has_a_new_name_or_an_old_one() {
+        let named = |body: Value| serde_json::from_value::<Show>(body).unwrap().named();
+        assert_eq!(named(json!({"model": "kjv"})), "kjv");
+        assert_eq!(named(json!({"name": "kjv"})), "kjv");
+        // As Ollama's client in Go sends it.
+        let both = json!({"model": "kjv", "system": "", "template": "", "verbose": false, "options": null, "name": ""});
+        assert_eq!(named(both), "kjv");
+        assert_eq!(named(json!({"model": "", "name": "kjv"})), "kjv");
+        assert_eq!(named(json!({})), "");
+    }
 }

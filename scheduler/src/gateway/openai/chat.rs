@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     Head, answered, failed, finish_reason, json_response, logprobs,
-    options::{Content, OneOrMany, Options, refused, text_of},
+    options::{Content, OneOrMany, Options, at_most, refused, text_of},
     tools::{self, CallSpec, CallView, ToolChoice, ToolSpec},
     usage,
 };
@@ -142,9 +142,8 @@ fn read(request: Request) -> Result<Asked, Error> {
                 kind: Some(Kind::Chat(chat)),
             }),
             sampling: Some(options.sampling()?),
-            max_tokens: request
-                .max_completion_tokens
-                .or(request.max_tokens)
+            max_tokens: at_most("max_completion_tokens", request.max_completion_tokens)?
+                .or(at_most("max_tokens", request.max_tokens)?)
                 .unwrap_or(0),
             seed: options.seed(),
             priority: options.priority()?,
@@ -437,6 +436,10 @@ mod tests {
             let error = asked(json!({"messages": [], field: {}})).err().unwrap();
             assert_eq!(error.get("field"), Some(field));
             assert!(asked(json!({"messages": [], field: null})).is_ok());
+        }
+        for field in ["max_tokens", "max_completion_tokens"] {
+            let error = asked(json!({"messages": [], field: 0})).err().unwrap();
+            assert_eq!(error.get("field"), Some(field));
         }
     }
 

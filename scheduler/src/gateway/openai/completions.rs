@@ -12,7 +12,7 @@ use super::{
     Head, answered,
     embeddings::Input,
     failed, finish_reason, json_response, logprobs,
-    options::{OneOrMany, Options, refused},
+    options::{OneOrMany, Options, at_most, refused},
     usage_of,
 };
 use crate::{
@@ -80,7 +80,7 @@ fn read(request: Request) -> Result<Asked, Error> {
     let model = GenerateRequest {
         model: request.model,
         sampling: Some(options.sampling()?),
-        max_tokens: request.max_tokens.unwrap_or(MAX_TOKENS),
+        max_tokens: at_most("max_tokens", request.max_tokens)?.unwrap_or(MAX_TOKENS),
         seed: options.seed(),
         priority: options.priority()?,
         ignore_eos: options.ignore_eos.unwrap_or(false),
@@ -92,7 +92,14 @@ fn read(request: Request) -> Result<Asked, Error> {
     let (stream, include_usage) = (options.streams(), options.includes_usage());
     let stop = options.stop.map(OneOrMany::into_vec).unwrap_or_default();
     let stop_tokens = options.stop_token_ids.unwrap_or_default();
-    let requests = input.prompts().into_iter().map(|prompt| GenerateRequest {
+    let prompts = input.prompts();
+    if prompts.is_empty() {
+        return Err(refused(
+            "prompt",
+            "prompt is an empty list; give at least one",
+        ));
+    }
+    let requests = prompts.into_iter().map(|prompt| GenerateRequest {
         prompt: Some(prompt),
         stop: stop.clone(),
         stop_tokens: stop_tokens.clone(),
@@ -338,6 +345,9 @@ mod tests {
             json!({"prompt": "a", "best_of": 3}),
             json!({"prompt": "a", "echo": true, "logprobs": 1}),
             json!({"prompt": [1], "echo": true}),
+            json!({"prompt": []}),
+            json!({"prompt": "a", "max_tokens": 0}),
+            json!({"prompt": "a", "guided_choice": []}),
         ] {
             assert!(asked(bad).is_err());
         }

@@ -1,7 +1,7 @@
 //! The models there are.
 
 use axum::{
-    extract::{Path, State},
+    extract::{Path, State, rejection::PathRejection},
     response::{IntoResponse, Response},
 };
 use hotcell_proto::{
@@ -38,7 +38,12 @@ pub(super) async fn list(State(shared): State<Shared>) -> Response {
 }
 
 /// `GET /v1/models/NAME`.
-pub(super) async fn get(State(shared): State<Shared>, Path(name): Path<String>) -> Response {
+pub(super) async fn get(
+    State(shared): State<Shared>,
+    name: Result<Path<String>, PathRejection>,
+) -> Response {
+    // One that is no text is nobody's.
+    let Path(name) = name.unwrap_or(Path("\u{fffd}".to_owned()));
     match shared.fleet.model(&name).ok().filter(|_| !name.is_empty()) {
         Some(info) => json_response(view(&name, &info)),
         None => {

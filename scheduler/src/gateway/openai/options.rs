@@ -14,6 +14,14 @@ pub(super) fn refused(field: &str, why: impl Into<String>) -> Error {
     Error::new(Reason::InvalidArgument, why).with("field", field)
 }
 
+/// So many tokens at most, where a field says how many.
+pub(super) fn at_most(field: &str, count: Option<u32>) -> Result<Option<u32>, Error> {
+    match count {
+        Some(0) => Err(refused(field, format!("{field} is 0; it is at least 1"))),
+        other => Ok(other),
+    }
+}
+
 /// One or several.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
@@ -149,6 +157,10 @@ impl Options {
                 }
             },
         };
+        if self.guided_choice.as_ref().is_some_and(Vec::is_empty) {
+            let why = "guided_choice is an empty list; give at least one text";
+            return Err(refused("guided_choice", why));
+        }
         let guided = [
             self.guided_json.as_ref().map(|schema| {
                 Kind::JsonSchema(match schema {

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use self::tell::{Items, Telling};
 use super::{
     answered,
-    options::{Content, refused, text_of},
+    options::{Content, at_most, refused, text_of},
     tools::{self, NamedFunction, ToolChoice},
 };
 use crate::{
@@ -36,6 +36,8 @@ struct Request {
     top_p: Option<f32>,
     stream: Option<bool>,
     previous_response_id: Option<String>,
+    conversation: Option<Value>,
+    prompt: Option<Value>,
     background: Option<bool>,
     tools: Option<Vec<ToolSpec>>,
     tool_choice: Option<Choice>,
@@ -229,6 +231,14 @@ fn read(request: Request) -> Result<Asked, Error> {
         let why = "responses are not kept here; send the whole conversation as input";
         return Err(refused("previous_response_id", why));
     }
+    if request.conversation.is_some() {
+        let why = "conversations are not kept here; send the whole conversation as input";
+        return Err(refused("conversation", why));
+    }
+    if request.prompt.is_some() {
+        let why = "templates are not kept here; send instructions and input";
+        return Err(refused("prompt", why));
+    }
     if request.background.unwrap_or(false) {
         let why = "responses are not kept here; leave out background";
         return Err(refused("background", why));
@@ -291,7 +301,7 @@ fn read(request: Request) -> Result<Asked, Error> {
                 top_p: request.top_p,
                 ..Sampling::default()
             }),
-            max_tokens: request.max_output_tokens.unwrap_or(0),
+            max_tokens: at_most("max_output_tokens", request.max_output_tokens)?.unwrap_or(0),
             grammar: must.map_or_else(|| follow(request.text), |must| Ok(Some(must)))?,
             parse_output: true,
             ..GenerateRequest::default()
@@ -372,6 +382,13 @@ mod tests {
         let error = chat(json!({"input": "x", "previous_response_id": "resp_1"})).unwrap_err();
         assert_eq!(error.get("field"), Some("previous_response_id"));
         assert!(chat(json!({"input": "x", "background": true})).is_err());
+        assert!(chat(json!({"input": "x", "conversation": null, "prompt": null})).is_ok());
+        for field in ["conversation", "prompt"] {
+            let error = chat(json!({"input": "x", field: {"id": "a"}})).unwrap_err();
+            assert_eq!(error.get("field"), Some(field));
+        }
+        let error = chat(json!({"input": "x", "max_output_tokens": 0})).unwrap_err();
+        assert_eq!(error.get("field"), Some("max_output_tokens"));
         assert!(chat(json!({"input": [{"type": "image_generation_call"}]})).is_err());
     }
 }
