@@ -117,6 +117,8 @@ pub const MAX_TOKENS: usize = 4096;
 pub const MAX_PRIORITY: u32 = 7;
 /// Prompts of one call for embeddings.
 pub const MAX_EMBED_PROMPTS: usize = 64;
+/// Prompts of one HTTP request for embeddings, of which several calls are made: OpenAI's.
+pub const MAX_EMBED_INPUTS: usize = 2048;
 /// Files of one model.
 pub const MAX_MODEL_FILES: usize = 1024;
 /// Descriptors of one model's weights in the memory of a device.
@@ -359,8 +361,8 @@ pub const MAX_CONTROLS: usize = 4;
 const _: () = assert!(MAX_CALLS as usize <= MAX_SCHEDULER_REQUESTS);
 // What is not counted is no more than what is, and one prompt of the greatest size, as ids of four bytes too, is let in.
 const _: () = assert!(MAX_SCHEDULER_REQUESTS * SMALL_PROMPT_BYTES <= MAX_PROMPTS_BYTES);
-const _: () = assert!(MAX_PROMPT_BYTES <= MAX_PROMPTS_BYTES);
-const _: () = assert!(MAX_PROMPT_TOKENS * 4 <= MAX_PROMPTS_BYTES);
+const _: () = assert!(2 * MAX_PROMPT_BYTES <= MAX_PROMPTS_BYTES);
+const _: () = assert!(2 * MAX_PROMPT_TOKENS * 4 <= MAX_PROMPTS_BYTES);
 const _: () = assert!(MAX_REMOTE_CALLS <= MAX_CALLS && MAX_HTTP_CALLS <= MAX_CALLS);
 const _: () = assert!(MAX_REMOTE_CALLS as usize <= MAX_CALLS_FROM_ADDRESS);
 // Less than a second would be told as none.

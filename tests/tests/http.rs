@@ -78,6 +78,49 @@ fn resident(pid: u32) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn more_texts_than_a_worker_takes_at_once_have_their_vectors() {
+    let (_cluster, to) = cluster().await;
+    let texts = |count: usize| -> Vec<String> { (0..count).map(|i| format!("day {i}")).collect() };
+    let ask = |path: &str, texts: &[String]| {
+        let body = serde_json::json!({"model": "kjv", "input": texts});
+        let answer = send(to, &post(path, body.to_string().as_bytes()));
+        let body = answer.split_once("\r\n\r\n").unwrap().1;
+        let value: serde_json::Value = serde_json::from_str(body).unwrap();
+        (status(&answer).to_owned(), value)
+    };
+    let all = texts(2 * limits::MAX_EMBED_PROMPTS + 2);
+    let (code, many) = ask("/v1/embeddings", &all);
+    assert_eq!(code, "200", "{many}");
+    assert_eq!(many["data"].as_array().unwrap().len(), all.len());
+    let last = all.len() - 1;
+    let (_, one) = ask("/v1/embeddings", &all[last..]);
+    assert_eq!(many["data"][last]["index"], last);
+    assert_eq!(many["data"][last]["embedding"], one["data"][0]["embedding"]);
+    assert_ne!(many["data"][0]["embedding"], one["data"][0]["embedding"]);
+    let (code, same) = ask("/api/embed", &all);
+    assert_eq!(code, "200", "{same}");
+    assert_eq!(same["embeddings"].as_array().unwrap().len(), all.len());
+    assert_eq!(same["prompt_eval_count"], many["usage"]["prompt_tokens"]);
+    let (code, refused) = ask("/v1/embeddings", &texts(limits::MAX_EMBED_INPUTS + 1));
+    assert_eq!(code, "400", "{refused}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_whose_name_is_no_text_is_not_found() {
+    let (_cluster, to) = cluster().await;
+    let ask = |name: &str| {
+        let head = format!(
+            "GET /v1/models/{name} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        );
+        send(to, head.as_bytes())
+    };
+    assert_eq!(status(&ask("kjv")), "200");
+    let answer = ask("%ff");
+    assert_eq!(status(&answer), "404", "{answer}");
+    assert!(answer.contains("model_not_found"), "{answer}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn bodies_that_make_no_sense_are_refused_in_words() {
     let (_cluster, to) = cluster().await;
     let deep = [vec![b'['; 200_000], vec![b']'; 200_000]].concat();

@@ -8,8 +8,9 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{
-        Accepted, Chat, Delta, EmbedResponse, FinishReason, Finished, GenerateRequest, OutputPart,
-        Prompt, TokenLogprob, Usage, generate_event::Event, output_part::Kind, prompt,
+        Accepted, Chat, Delta, EmbedRequest, EmbedResponse, FinishReason, Finished,
+        GenerateRequest, OutputPart, Prompt, TokenLogprob, Usage, generate_event::Event,
+        output_part::Kind, prompt,
     },
 };
 use serde_json::{Map, Value};
@@ -24,6 +25,50 @@ pub(super) const PING: Duration = Duration::from_secs(15);
 
 /// What comes next of which continuation.
 pub(super) type Next = Result<(u32, Event), Error>;
+
+/// Vectors for as many prompts as clients of HTTP send at once, some at a time.
+///
+/// # Errors
+/// [`Reason::LimitExceeded`] for more than [`limits::MAX_EMBED_INPUTS`], and why there are none.
+pub(super) async fn embed(
+    shared: &Shared,
+    request: EmbedRequest,
+    caller: &Caller,
+) -> Result<EmbedResponse, Error> {
+    let (count, most) = (request.prompts.len(), limits::MAX_EMBED_INPUTS);
+    if count > most {
+        let what = format!("{count} inputs are more than the limit of {most}");
+        let error = Error::new(Reason::LimitExceeded, what).with("limit", most);
+        return Err(error.with("field", "input"));
+    }
+    let mut rest = request.prompts;
+    let mut whole: Option<EmbedResponse> = None;
+    loop {
+        let later = rest.split_off(rest.len().min(limits::MAX_EMBED_PROMPTS));
+        let some = EmbedRequest {
+            model: request.model.clone(),
+            prompts: rest,
+            ..EmbedRequest::default()
+        };
+        let answer = shared.embed(some, None, caller).await?;
+        let all = match &mut whole {
+            None => whole.insert(answer),
+            // Vectors of two models are no answer.
+            Some(all) if all.numerics != answer.numerics => {
+                let what = format!("model {} was replaced meanwhile; send it again", all.model);
+                return Err(Error::new(Reason::Overloaded, what));
+            }
+            Some(all) => {
+                all.embeddings.extend(answer.embeddings);
+                all
+            }
+        };
+        if later.is_empty() {
+            return Ok(std::mem::take(all));
+        }
+        rest = later;
+    }
+}
 
 /// Refuses vectors of another length than was asked for: a model has one.
 ///

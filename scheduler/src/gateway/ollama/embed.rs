@@ -19,7 +19,10 @@ use serde_json::json;
 use super::{KeepAlive, answered, keep, models::find, untagged};
 use crate::{
     access::Caller,
-    gateway::{ask::of_length, body},
+    gateway::{
+        ask::{self, of_length},
+        body,
+    },
     service::Shared,
 };
 
@@ -74,7 +77,7 @@ async fn vectors(
         prompts: prompts.collect(),
         ..EmbedRequest::default()
     };
-    let answer = shared.embed(request, None, caller).await?;
+    let answer = ask::embed(shared, request, caller).await?;
     of_length(&answer, common.dimensions)?;
     Ok(answer)
 }

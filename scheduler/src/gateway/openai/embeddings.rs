@@ -12,7 +12,10 @@ use serde_json::{Value, json};
 use super::{answered, json_response, options::refused};
 use crate::{
     access::Caller,
-    gateway::{ask::of_length, body},
+    gateway::{
+        ask::{self, of_length},
+        body,
+    },
     service::Shared,
 };
 
@@ -77,7 +80,7 @@ async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, E
         ..EmbedRequest::default()
     };
     shared.may_name(&wanted.model, caller)?;
-    let answer = shared.embed(wanted, None, caller).await?;
+    let answer = ask::embed(shared, wanted, caller).await?;
     of_length(&answer, request.dimensions)?;
     let model = &answer.model;
     let mut data = Vec::with_capacity(answer.embeddings.len());
