@@ -52,6 +52,20 @@ pub fn split(token: &str) -> Option<(&str, &str)> {
     (digits && check_name(name).is_ok()).then_some((name, secret))
 }
 
+/// Checks the name of a tenant that a token or a limit is for.
+///
+/// # Errors
+/// [`Reason::InvalidArgument`].
+pub fn check_tenant(name: &str) -> Result<(), Error> {
+    let most = limits::MAX_TENANT;
+    if (1..=most).contains(&name.chars().count()) {
+        return Ok(());
+    }
+    let shown: String = name.chars().take(most).collect();
+    let what = format!("tenant {shown:?}: a name has 1 to {most} characters");
+    Err(Error::new(Reason::InvalidArgument, what))
+}
+
 /// Checks a token's name: letters, digits, - and _.
 ///
 /// # Errors
@@ -183,6 +197,16 @@ fn date(days: u64) -> (u64, u64, u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_tenant_has_a_name_that_is_not_too_long() {
+        assert_eq!(check_tenant("é"), Ok(()));
+        assert_eq!(check_tenant(&"é".repeat(limits::MAX_TENANT)), Ok(()));
+        for bad in [String::new(), "x".repeat(limits::MAX_TENANT + 1)] {
+            let error = check_tenant(&bad).unwrap_err();
+            assert_eq!(error.reason(), Reason::InvalidArgument, "{error}");
+        }
+    }
 
     #[test]
     fn a_token_fits_what_is_kept_of_it_and_no_other_does() {

@@ -57,6 +57,9 @@ pub struct NewTokenFlags {
 
 pub(crate) fn token(ui: &mut Ui, flags: &TokenFlags) -> Result<(), Failure> {
     let TokenCommand::New(flags) = &flags.what;
+    if let Some(tenant) = &flags.tenant {
+        token::check_tenant(tenant)?;
+    }
     let (token, kept) = token::make(&flags.name)?;
     let roles: Vec<String> = flags
         .role

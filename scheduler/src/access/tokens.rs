@@ -162,15 +162,8 @@ impl Tokens {
         file.default
             .check()
             .map_err(|why| format!("default: {why}"))?;
-        let tenant_fits = |tenant: &str| {
-            let fits = (1..=limits::MAX_TENANT).contains(&tenant.chars().count());
-            fits.then_some(()).ok_or_else(|| {
-                format!(
-                    "tenant {tenant:?}: a name has 1 to {} characters",
-                    limits::MAX_TENANT
-                )
-            })
-        };
+        let tenant_fits =
+            |tenant: &str| token::check_tenant(tenant).map_err(|error| error.message().to_owned());
         file.tenants.keys().try_for_each(|t| tenant_fits(t))?;
         let mut by_name = BTreeMap::new();
         for (name, row) in file.tokens {
