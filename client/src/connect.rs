@@ -511,7 +511,7 @@ fn unreachable(peer: &str, cause: &(dyn StdError + 'static)) -> Error {
             format!("no scheduler listens on {peer}; start one with {serve}")
         }
         (Some(io::ErrorKind::ConnectionRefused), Some(path))
-            if !fs::metadata(path).is_ok_and(|data| data.file_type().is_socket()) =>
+            if fs::metadata(path).is_ok_and(|data| !data.file_type().is_socket()) =>
         {
             format!(
                 "{peer} is no socket; start a scheduler on another path with --socket, and name it with --address"

@@ -326,7 +326,7 @@ impl OpenModel {
             let copy = digest::sealed_copy(file.fd.as_fd(), file.identity.len);
             let copy = copy.and_then(|fd| Ok((FileIdentity::of(&fd)?, fd)));
             let before = file.identity;
-            let unchanged = FileIdentity::of(&file.fd).is_ok_and(|now| now == before);
+            let unchanged = FileIdentity::of(&file.fd).is_ok_and(|now| now.has_bytes_of(&before));
             let (identity, fd) = match (copy, unchanged) {
                 (Ok(copy), true) => copy,
                 (Err(error), true) => {

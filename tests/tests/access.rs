@@ -745,8 +745,14 @@ fn doors_that_would_stand_open_are_not_opened() {
         let output = refused(folder.path(), &["--socket", &mode(bits)]);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(3), "{said}");
-        assert!(said.contains("chmod 700"), "{said}");
+        // What is everybody's is not to be closed.
+        let close = bits & 0o1000 == 0;
+        assert_eq!(said.contains("chmod 700"), close, "{said}");
+        assert!(said.contains("a directory of its own"), "{said}");
     }
+    let said = refused(folder.path(), &["--socket", "/hotcell-s"]);
+    let said = String::from_utf8_lossy(&said.stderr).into_owned();
+    assert!(!said.contains("chmod"), "{said}");
     let output = refused(
         folder.path(),
         &["--socket", &mode(0o777), "--allow-uid", "1"],

@@ -532,13 +532,12 @@ async fn a_models_file_may_be_replaced_by_name_renamed_or_removed() {
         &|| fs::rename(&path, &other).unwrap(),
         &|| fs::remove_file(&other).unwrap(),
     ];
-    for (epoch, act) in acts.into_iter().enumerate() {
+    for act in acts {
         act();
-        let workers = cluster.workers(all_have("m")).await.unwrap();
-        signal_pid(workers[0].pid, Signal::KILL).unwrap();
-        let again = |all: &[v1::WorkerInfo]| {
-            all_have("m")(all) && all.iter().all(|w| w.epoch as usize >= epoch + 2)
-        };
+        let before = cluster.workers(all_have("m")).await.unwrap()[0].clone();
+        signal_pid(before.pid, Signal::KILL).unwrap();
+        let again =
+            |all: &[v1::WorkerInfo]| all_have("m")(all) && all.iter().all(|w| w.pid != before.pid);
         cluster.workers(again).await.unwrap();
         assert_eq!(text(&client, "m", 8).await, said);
         assert_eq!(state(&client, "m").await, ModelState::Loaded);

@@ -275,7 +275,7 @@ rows! {
         Model(|m| share(m.sum(|c| c.kept_blocks), m.sum(|c| c.blocks)));
     "hotcell_kv_cache_bytes" [] Gauge "Bytes of all blocks of the KV cache.",
         Model(|m| m.sum(|c| c.bytes));
-    "hotcell_preemptions_total" ["vllm:num_preemptions_total"] Counter "Requests that were put back for want of cache since their workers loaded the model.",
+    "hotcell_preemptions_total" ["vllm:num_preemptions_total"] Counter "Requests that were put back for want of cache or a place since their workers loaded the model.",
         Model(|m| m.sum(|c| c.preemptions));
     "hotcell_guessed_tokens_total" [] Counter "Tokens that were guessed (speculative decoding) since the workers loaded the model.",
         Model(|m| m.sum(|c| c.guessed_tokens));

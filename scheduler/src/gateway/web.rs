@@ -72,10 +72,20 @@ impl<'de> Deserialize<'de> for WebOrigin {
 
 /// Whether a host, with or without a port, is this machine's by its name alone.
 pub(super) fn is_here(host: &str) -> bool {
-    let name = match host.strip_prefix('[') {
-        Some(v6) => v6.split(']').next().unwrap_or_default(),
-        None => host.rsplit_once(':').map_or(host, |(name, _)| name),
+    let (name, port) = match host.strip_prefix('[').and_then(|v6| v6.split_once(']')) {
+        Some((v6, "")) => (v6, None),
+        Some((v6, rest)) => match rest.strip_prefix(':') {
+            Some(port) => (v6, Some(port)),
+            None => return false,
+        },
+        None => match host.split_once(':') {
+            Some((name, port)) => (name, Some(port)),
+            None => (host, None),
+        },
     };
+    if port.is_some_and(|port| port.parse::<u16>().is_err()) {
+        return false;
+    }
     name.eq_ignore_ascii_case("localhost")
         || name
             .parse::<std::net::IpAddr>()
@@ -133,6 +143,8 @@ mod tests {
         let is = |origin| is_page_of_here(&HeaderValue::from_static(origin));
         assert!(is("http://localhost:3000") && is("http://127.0.0.1") && is("http://[::1]:80"));
         assert!(!is("null") && !is("https://app.example") && !is("http://localhost.example"));
+        assert!(!is("http://localhost:3000.evil.example") && !is("http://localhost:x@evil"));
+        assert!(!is("http://[::1].evil.example") && !is("http://[::1]80"));
     }
 
     #[test]

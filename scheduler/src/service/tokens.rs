@@ -92,7 +92,8 @@ impl Shared {
         let streams = self.streams.clone();
         let admit = || {
             let context = self.fleet.bounds(&model).map(|b| b.context);
-            let bytes = prompt_bytes([request.prompt.as_ref()]);
+            // Its stream and its call both have it, until it is accepted.
+            let bytes = 2 * prompt_bytes([request.prompt.as_ref()]);
             self.enter(&request.tenant, wanted(&request, context), bytes)
         };
         let opened = streams.open((&id, &request.tenant), fingerprint, begin, admit)?;

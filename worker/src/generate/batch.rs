@@ -377,6 +377,7 @@ impl Batch {
 
     /// Ends every task with an error.
     pub fn fail_all(&mut self, error: &Error) {
+        self.looks_again = None;
         self.flights.clear();
         self.runner.forget_steps();
         // What a step that failed has begun.

@@ -308,11 +308,22 @@ impl Pool {
         };
         let cached = self.account.usage().cached;
         let fits = cached.saturating_add(bytes as u64) <= self.cache_limit.get();
-        if !fits || self.kept.get() >= MOST_KEPT || bytes == 0 || buffer.is_shared() {
+        if !fits || bytes == 0 || buffer.is_shared() {
             return;
         }
-        charge.set_cached(true);
         let mut freed = self.freed.borrow_mut();
+        if self.kept.get() >= MOST_KEPT {
+            // The smallest is the least worth.
+            let Some(mut least) = freed.first_entry().filter(|least| *least.key() < bytes) else {
+                return;
+            };
+            least.get_mut().pop();
+            if least.get().is_empty() {
+                least.remove();
+            }
+            self.kept.set(self.kept.get().saturating_sub(1));
+        }
+        charge.set_cached(true);
         freed.entry(bytes).or_default().push((buffer, charge));
         self.kept.set(self.kept.get() + 1);
     }

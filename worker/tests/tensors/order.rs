@@ -198,6 +198,10 @@ async fn freed_tensors_that_are_kept_are_not_any_number() {
     assert_eq!(client.download(&all[0]).await, [2.0]);
     client.free(&all).await.unwrap();
     assert_eq!(client.memory().await.cache, 1024 * 4);
+    // A large one is worth more than a small one.
+    let large = client.upload(&[1000], &[3.0; 1000]).await;
+    client.free(&[large]).await.unwrap();
+    assert_eq!(client.memory().await.cache, 1023 * 4 + 4000);
 }
 
 #[tokio::test]

@@ -81,7 +81,12 @@ impl Batch {
             .min_by_key(|&at| holder(&self.running[at]).rank());
         match victim {
             Some(at) => {
+                // For what its reader does it is not spared the next time.
+                let before = self.running[at].member.preempted;
                 self.preempt(at);
+                if let Some(member) = self.waiting.last_mut() {
+                    member.preempted = before.max(1);
+                }
                 true
             }
             None => {
