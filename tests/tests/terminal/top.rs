@@ -2,7 +2,9 @@
 
 use std::{
     collections::BTreeSet,
-    path::Path,
+    ffi::OsString,
+    fs,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -323,6 +325,27 @@ async fn it_ends_with_its_terminal() {
     }
 }
 
+/// Whether a thread of a process is in a call of `write`, now and a moment later.
+fn writes(pid: u32) -> bool {
+    let tasks = PathBuf::from(format!("/proc/{pid}/task"));
+    let calls = || -> Vec<(OsString, String)> {
+        let tasks = fs::read_dir(&tasks).into_iter().flatten().flatten();
+        let call = |task: fs::DirEntry| {
+            let call = fs::read_to_string(task.path().join("syscall")).ok()?;
+            let is_write = call.split(' ').next() == Some(&libc::SYS_write.to_string());
+            is_write.then(|| (task.file_name(), call))
+        };
+        tasks.filter_map(call).collect()
+    };
+    let before = calls();
+    std::thread::sleep(Duration::from_millis(if before.is_empty() {
+        0
+    } else {
+        200
+    }));
+    calls().iter().any(|call| before.contains(call))
+}
+
 #[tokio::test]
 async fn a_terminal_that_stands_still_does_not_hold_it() {
     let cluster = Cluster::ready().await.unwrap();
@@ -330,8 +353,13 @@ async fn a_terminal_that_stands_still_does_not_hold_it() {
         let mut top = top(&cluster);
         top.until("a worker", |t| !t.line("w0").is_empty()).await;
         top.hold();
-        // More than a terminal keeps for who reads it, one frame after another.
-        for _ in 0..50 {
+        // More than a terminal keeps for who reads it, one frame after another: fewer bytes where frames come late.
+        let start = Instant::now();
+        while !writes(top.child.id()) {
+            assert!(
+                start.elapsed() < 3 * SOON,
+                "it never waits for its terminal"
+            );
             for key in ["?", "x"] {
                 top.press(key);
                 tokio::time::sleep(Duration::from_millis(60)).await;
