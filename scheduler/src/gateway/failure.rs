@@ -146,3 +146,24 @@ pub(super) async fn no_such_method(request: Request) -> Response {
     let body = Flavor::of(request.uri().path()).body(&error);
     (StatusCode::METHOD_NOT_ALLOWED, Json(body)).into_response()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_says_whose_fault_it_is_and_what_would_help() {
+        let answer = |error| Failed(Flavor::Openai, error).into_response();
+        let stranger = answer(Error::new(Reason::Unauthenticated, "who are you?"));
+        assert_eq!(stranger.status(), StatusCode::UNAUTHORIZED);
+        assert_eq!(stranger.headers()[header::WWW_AUTHENTICATE], "Bearer");
+        let late = Error::new(Reason::DeadlineExceeded, "late");
+        let own = answer(late.clone());
+        assert_eq!(own.status(), StatusCode::GATEWAY_TIMEOUT);
+        assert!(own.headers().get(header::WWW_AUTHENTICATE).is_none());
+        let body = answer(late.with("field", BODY));
+        assert_eq!(body.status(), StatusCode::REQUEST_TIMEOUT);
+        let large = Error::new(Reason::LimitExceeded, "large").with("field", BODY);
+        assert_eq!(answer(large).status(), StatusCode::PAYLOAD_TOO_LARGE);
+    }
+}

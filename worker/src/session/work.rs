@@ -13,7 +13,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hotcell_graph::op::ValueSpec;
 use hotcell_kernels::{backend::DeviceError, plan::Slot};
 use hotcell_proto::{
     error::{Error, Reason},
@@ -86,6 +85,12 @@ pub(super) struct Job {
 }
 
 impl Job {
+    /// The caches among what it reads.
+    fn caches(&self) -> impl Iterator<Item = &Rc<Value>> {
+        let places = self.plan.caches.iter();
+        places.filter_map(|&place| self.inputs.get(place))
+    }
+
     /// Whether nothing queued changes what it reads or replaces any more. Asked again and again, it looks at each value once.
     fn is_settled(&self) -> bool {
         let replaced = |o: &Output| match &o.goal {
@@ -234,11 +239,10 @@ impl Session {
         if job.is_cancelled() || job.at.is_some() {
             return true;
         }
-        let in_use = |&cache: &usize| job.inputs.get(cache).is_some_and(|value| value.busy.get());
         !job.plan.busy.get()
             && job.wait.iter().all(|f| self.streams.has_passed(*f))
             && job.is_settled()
-            && !job.plan.caches.iter().any(in_use)
+            && !job.caches().any(|cache| cache.busy.get())
     }
 
     /// Runs the stream's first call until it ends or `pause` says so between two nodes. Returns whether it ended.
@@ -331,11 +335,7 @@ impl Session {
         }
         job.at = Some(0);
         job.plan.busy.set(true);
-        for (spec, value) in job.plan.inputs.iter().zip(&job.inputs) {
-            if matches!(spec, ValueSpec::Cache(_)) {
-                value.busy.set(true);
-            }
-        }
+        job.caches().for_each(|cache| cache.busy.set(true));
         if self.pool.dry_run() {
             return Ok(());
         }
@@ -399,11 +399,7 @@ impl Session {
         if job.at.is_some() || error.is_none() {
             job.plan.plan.borrow_mut().release();
             job.plan.busy.set(false);
-            for (spec, value) in job.plan.inputs.iter().zip(&job.inputs) {
-                if matches!(spec, ValueSpec::Cache(_)) {
-                    value.busy.set(false);
-                }
-            }
+            job.caches().for_each(|cache| cache.busy.set(false));
         }
         let shared = shared_memory(&job);
         job.copies.clear();

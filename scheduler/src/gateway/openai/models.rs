@@ -43,7 +43,7 @@ pub(super) async fn get(
     name: Result<Path<String>, PathRejection>,
 ) -> Response {
     // One that is no text is nobody's.
-    let Path(name) = name.unwrap_or(Path("\u{fffd}".to_owned()));
+    let name = name.map_or_else(|_| String::new(), |Path(name)| name);
     match shared.fleet.model(&name).ok().filter(|_| !name.is_empty()) {
         Some(info) => json_response(view(&name, &info)),
         None => {

@@ -82,11 +82,7 @@ impl Batch {
         match victim {
             Some(at) => {
                 // For what its reader does it is not spared the next time.
-                let before = self.running[at].member.preempted;
-                self.preempt(at);
-                if let Some(member) = self.waiting.last_mut() {
-                    member.preempted = before.max(1);
-                }
+                self.preempt(at, self.running[at].member.preempted.max(1));
                 true
             }
             None => {
@@ -97,10 +93,10 @@ impl Batch {
         }
     }
 
-    /// Has one inside wait again.
-    fn preempt(&mut self, at: usize) {
+    /// Has one inside wait again, who has made room so often then.
+    fn preempt(&mut self, at: usize, preempted: u32) {
         let mut member = self.remove(at);
-        member.preempted += 1;
+        member.preempted = preempted;
         self.tally.preemptions += 1;
         self.waiting.push(member);
     }
@@ -266,7 +262,7 @@ impl Batch {
                 self.end(member).fail(too_large(len));
                 return Ok(());
             }
-            self.preempt(victim);
+            self.preempt(victim, self.running[victim].member.preempted + 1);
             // Places after the victim moved down by one.
             at -= usize::from(victim < at);
         }
